@@ -1,0 +1,124 @@
+"""Every private part of transformers and accelerate that the trainer needs, in one place.
+
+`tests/test_canary.py` checks each of them and names the release that moved it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+import transformers.trainer as trainer_module
+from accelerate import Accelerator
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import TrainingArguments
+
+# Methods of transformers.Trainer that thrifty overrides or calls although their names start with an underscore.
+PRIVATE_TRAINER_METHODS = {
+    "_run_epoch": (
+        "model",
+        "epoch",
+        "train_dataloader",
+        "steps_in_epoch",
+        "num_update_steps_per_epoch",
+        "resume_from_checkpoint",
+        "epochs_trained",
+        "steps_trained_in_current_epoch",
+    ),
+    "_inner_training_loop": ("resume_from_checkpoint",),
+    "_init_training_state": ("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint"),
+    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm"),
+    "_save_checkpoint": ("model", "trial"),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_load_best_model": (),
+    "_load_rng_state": ("checkpoint",),
+    "_save": ("output_dir", "state_dict"),
+    "_set_signature_columns_if_needed": (),
+    "_get_output_dir": ("trial",),
+    "_wrap_model": ("model",),
+    "_clip_grad_norm": ("model",),
+}
+
+
+@functools.cache
+def default_arguments(cls: type[TrainingArguments]) -> TrainingArguments:
+    """A `TrainingArguments` with nothing set, to see what a user did set."""
+    return cls(output_dir="unused")
+
+
+def replace_arguments(args: TrainingArguments, changes: Mapping[str, Any]) -> TrainingArguments:
+    """A copy of `args` with other fields. Goes through `__post_init__`, which derives the precision and the devices."""
+    n_gpu = args._n_gpu
+    copy = dataclasses.replace(args, **changes)
+    copy._n_gpu = n_gpu
+    return copy
+
+
+def checkpointing_arguments(enabled: bool, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The `TrainingArguments` fields that switch checkpointing on: renamed in transformers 5.18."""
+    known = {f.name for f in dataclasses.fields(TrainingArguments)}
+    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    return {name: enabled, f"{name}_kwargs": kwargs}
+
+
+def unwrap(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """The bare model with its own `forward`, without DDP and without accelerate's autocast wrapper."""
+    return extract_model_from_parallel(model, keep_fp32_wrapper=False)
+
+
+def unwrap_container(model: nn.Module) -> nn.Module:
+    """The model inside DDP or a compiled module; its `forward` keeps accelerate's autocast."""
+    return extract_model_from_parallel(model, keep_fp32_wrapper=True)
+
+
+def forget_prepared(accelerator: Accelerator) -> None:
+    """Makes accelerate forget prepared models and optimizers, but not the loaders, before others are prepared."""
+    accelerator._models.clear()
+    accelerator._optimizers.clear()
+    accelerator._schedulers.clear()
+
+
+def skip_update(accelerator: Accelerator, optimizer: Any) -> None:
+    """Ends a step without an update: under fp16 the scaler has to be told, or the next step fails."""
+    scaler = accelerator.scaler
+    if scaler is None:
+        return
+    inner = optimizer.optimizer
+    if scaler._per_optimizer_states[id(inner)]["stage"].name == "READY":
+        scaler.unscale_(inner)
+    scaler.update()
+
+
+def enable_cpu_fp16(accelerator: Accelerator) -> None:
+    """accelerate ignores fp16 on a CPU without a word. Give it autocast and a scaler there too."""
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def keep_stream_position() -> None:
+    """Lets our own loaders keep their position: the parent would rebuild them to skip batches."""
+    original = trainer_module.skip_first_batches
+    if getattr(original, "_thrifty", False):
+        return
+
+    @functools.wraps(original)
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if getattr(dataloader, "keeps_position", False):
+            return dataloader
+        return original(dataloader, num_batches)
+
+    skip_first_batches._thrifty = True  # type: ignore[attr-defined]
+    trainer_module.skip_first_batches = skip_first_batches
+
+
+def release() -> str:
+    """The versions that a canary names."""
+    import accelerate
+
+    return f"transformers {transformers.__version__}, accelerate {accelerate.__version__}, torch {torch.__version__}"

@@ -1,0 +1,1 @@
+"""Reading, formatting, tokenising and packing data; the embedded corpora."""

@@ -1,0 +1,1 @@
+"""The techniques, one module each, one folder a section of the survey."""

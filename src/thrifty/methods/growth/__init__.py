@@ -1,0 +1,1 @@
+"""Incremental training: growing and skipping layers."""

@@ -1,0 +1,179 @@
+"""The contract matrix: every registered method passes every test here, by being registered."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+import tiny
+from thrifty import NotApplicable, Recipe, _hf
+from thrifty.method import card_of, registry
+
+NAMES = registry.names()
+STEPS = 6
+
+
+def preset(name: str) -> dict:
+    return {name: dict(registry.get(name).spec.preset)}
+
+
+def build(tmp_path, name, **overrides):
+    """A trainer with this method alone; skips where the method says that it cannot work on this machine."""
+    try:
+        return tiny.trainer(tmp_path, [preset(name)], tiny.llama(dropout=0.1), **overrides)
+    except NotApplicable as refusal:
+        pytest.skip(f"refused on this machine: {refusal}")
+
+
+@pytest.fixture(scope="session")
+def plain_run(tmp_path_factory):
+    """The same run without any method."""
+    run = tiny.trainer(tmp_path_factory.mktemp("plain"), (), tiny.llama(dropout=0.1), max_steps=STEPS)
+    run.train()
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_card_is_complete(name):
+    cls = registry.get(name)
+    card = card_of(cls)
+    assert len(card.parts["What it does"].split()) > 8
+    assert cls.spec.sources
+    assert all(1950 < source.year < 2030 for source in cls.spec.sources)
+    json.dumps(cls.spec.to_dict())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trips_through_yaml(name):
+    recipe = Recipe.parse([preset(name)])
+    text = yaml.safe_dump(recipe.to_config())
+    again = Recipe.parse(yaml.safe_load(text))
+    assert again.to_config() == recipe.to_config()
+    assert again.methods[0].settings() == recipe.methods[0].settings()
+
+
+# Methods whose effect on the numbers is none by design; what they do is asserted in their own way.
+SILENT = {
+    "gradient-checkpointing": lambda run: run.recipe["gradient-checkpointing"].checkpointed == 2,
+    "gradient-accumulation": lambda run: run.args.gradient_accumulation_steps == 2,
+    "lawa": lambda run: len(run.recipe["lawa"].average.snapshots) == 2,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trains_and_acts(tmp_path, name, plain_run):
+    run = build(tmp_path, name, max_steps=STEPS)
+    run.train()
+    losses = tiny.losses(run)
+    assert len(losses) == STEPS
+    assert all(torch.isfinite(torch.tensor(losses)))
+    if name in SILENT:
+        assert SILENT[name](run)
+    else:
+        assert losses != tiny.losses(plain_run), f"{name} changed nothing"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", [n for n in NAMES if registry.get(n).spec.resumable])
+def test_resumes_bit_exactly(tmp_path, name, step):
+    """Also just before and just after a change of the model: the presets make methods act from step 1 on."""
+    full = build(tmp_path / "full", name, max_steps=STEPS, save_strategy="steps", save_steps=1)
+    full.train()
+    again = build(tmp_path / "again", name, max_steps=STEPS)
+    again.train(resume_from_checkpoint=str(tmp_path / "full" / f"checkpoint-{step}"))
+    tiny.assert_same(tiny.weights(again.model), tiny.weights(full.model))
+    assert tiny.losses(again) == tiny.losses(full)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if registry.get(n).spec.micro_batch_invariant])
+def test_micro_batches_do_not_matter(tmp_path, name):
+    """4 x 1 = 1 x 4: the loss is normalised over all tokens of a step, whatever the method."""
+    results = []
+    for size, accumulation in ((1, 4), (4, 1)):
+        methods: list = [preset(name)]
+        overrides = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        if name == "gradient-accumulation":
+            methods = [{name: {"steps": accumulation}}] if accumulation > 1 else []
+            del overrides["gradient_accumulation_steps"]
+        try:
+            run = tiny.trainer(
+                tmp_path / str(size), methods, tiny.llama(), max_steps=4, optim="sgd", learning_rate=0.05, **overrides
+            )
+        except NotApplicable:
+            pytest.skip("refused on this machine")
+        run.train()
+        results.append(tiny.weights(run.model))
+    tiny.assert_same(*results, atol=1e-6)
+
+
+LOADER = """
+import sys, json, torch
+sys.modules["thrifty"] = None  # the result must load without this package
+from transformers import AutoModelForCausalLM
+folder, saves_as = sys.argv[1:]
+if saves_as == "peft":
+    from peft import AutoPeftModelForCausalLM
+    model = AutoPeftModelForCausalLM.from_pretrained(folder)
+else:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=saves_as == "remote_code")
+model.eval()
+with torch.no_grad():
+    print("LOGITS", json.dumps(model(input_ids=torch.arange(3, 11)[None]).logits.flatten().tolist()))
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_result_loads_without_thrifty(tmp_path, name):
+    run = build(tmp_path / "run", name, max_steps=3)
+    run.train()
+    run.save_model(str(tmp_path / "saved"))
+    model = _hf.unwrap(run.accelerator, run.model).eval()  # without autocast: the loader has none either
+    with torch.no_grad():
+        expected = model(input_ids=torch.arange(3, 11)[None]).logits.flatten()
+    saves_as = run.recipe[name].saves_as
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, str(tmp_path / "saved"), saves_as],
+        capture_output=True,
+        text=True,
+        env={**__import__("os").environ, "HF_HOME": str(tmp_path / "hf")},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("LOGITS"))
+    got = torch.tensor(json.loads(line.removeprefix("LOGITS ")))
+    torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-4)
+    if saves_as == "remote_code":
+        with pytest.raises(
+            ValueError, match="trust_remote_code"
+        ):  # loading it as the plain architecture must fail, not give other logits
+            AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_declared_conflicts_raise(name):
+    spec = registry.get(name).spec
+    others = [
+        n
+        for n in NAMES
+        if n != name
+        and (
+            n in spec.conflicts_with
+            or f"section:{registry.get(n).spec.section}" in spec.conflicts_with
+            or set(spec.claims) & set(registry.get(n).spec.claims)
+        )
+    ]
+    for other in others:
+        with pytest.raises(Exception, match=f"(?s){name}.*{other}|{other}.*{name}"):
+            Recipe.parse([name, other])
+
+
+def test_every_method_module_has_a_name_in_the_registry():
+    folder = Path(__import__("thrifty").__file__).parent / "methods"
+    modules = {path.stem for path in folder.glob("*/*.py") if path.stem != "__init__" and not path.stem.startswith("_")}
+    assert {registry.get(name).__module__.rpartition(".")[2] for name in NAMES} == modules
