@@ -46,10 +46,10 @@ PRIVATE_TRAINER_METHODS = {
 }
 
 
-@functools.cache
-def default_arguments(cls: type[TrainingArguments]) -> TrainingArguments:
-    """A `TrainingArguments` with nothing set, to see what a user did set."""
-    return cls(output_dir="unused")
+def default_argument(cls: type[TrainingArguments], key: str) -> Any:
+    """The declared default of a field. (To make a `TrainingArguments` and look would reset accelerate's global state.)"""
+    field = next(f for f in dataclasses.fields(cls) if f.name == key)
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def replace_arguments(args: TrainingArguments, changes: Mapping[str, Any]) -> TrainingArguments:

@@ -98,10 +98,9 @@ class Recipe:
         Raises:
             InputError: A field was set by the user or by another method too.
         """
-        from thrifty._hf import default_arguments, replace_arguments
+        from thrifty._hf import default_argument, replace_arguments
 
         changes: dict[str, tuple[str, Any]] = {}
-        defaults = default_arguments(type(args))
         for method in self.using("configure"):
             for key, value in method.configure(args, ctx).items():
                 if key in changes and changes[key][1] != value:
@@ -110,7 +109,7 @@ class Recipe:
                         key=key,
                         fix="remove one of the two methods",
                     )
-                current, default = getattr(args, key), getattr(defaults, key)
+                current, default = getattr(args, key), default_argument(type(args), key)
                 if key not in changes and current != default and bool(current or default):
                     raise InputError(
                         f"is set twice: by you and by the method '{method.name}' ({value!r})",
