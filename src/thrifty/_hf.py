@@ -67,9 +67,12 @@ def checkpointing_arguments(enabled: bool, kwargs: dict[str, Any]) -> dict[str, 
     return {name: enabled, f"{name}_kwargs": kwargs}
 
 
-def unwrap(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The bare model with its own `forward`, without DDP and without accelerate's autocast wrapper."""
-    return extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    bare = extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    # With this mark left on it, accelerate would not prepare the model again, and autocast would be gone for good.
+    vars(bare).pop("_is_accelerate_prepared", None)
+    return bare
 
 
 def unwrap_container(model: nn.Module) -> nn.Module:

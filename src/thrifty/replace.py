@@ -40,7 +40,7 @@ class ReplaceModel(transformers.Trainer):
         old_states = self._states_by_name()
         scheduler: Any = self.lr_scheduler
         scheduler_state = scheduler.state_dict()
-        _hf.unwrap(self.accelerator, new)
+        _hf.unwrap(new)
         _hf.forget_prepared(self.accelerator)
         self.model = self.model_wrapped = new.to(self.args.device)
         self.optimizer = None

@@ -254,7 +254,7 @@ class Trainer(ReplaceModel, SafeTrainer):
         finishers = self.recipe.using("finish")
         if not finishers:
             return
-        model = _hf.unwrap(self.accelerator, self.model_wrapped)
+        model = _hf.unwrap(self.model_wrapped)
         for method in finishers:
             model = method.finish(model, self.ctx)
         self.model = self.model_wrapped = model

@@ -134,7 +134,7 @@ def test_result_loads_without_thrifty(tmp_path, name):
     run = build(tmp_path / "run", name, max_steps=3)
     run.train()
     run.save_model(str(tmp_path / "saved"))
-    model = _hf.unwrap(run.accelerator, run.model).eval()  # without autocast: the loader has none either
+    model = _hf.unwrap(run.model).eval()  # without autocast: the loader has none either
     with torch.no_grad():
         expected = model(input_ids=torch.arange(3, 11)[None]).logits.flatten()
     saves_as = run.recipe[name].saves_as

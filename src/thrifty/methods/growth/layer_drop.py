@@ -96,6 +96,7 @@ class LayerDropper:
 
     def __init__(self, model: nn.Module, total_steps: int, theta: float = 0.5, gamma: float | None = None) -> None:
         self.total_steps, self.theta, self.gamma = total_steps, theta, gamma
+        self.keep_one = False
         blocks = main_blocks(model, "layer-drop")
         if is_post_norm(blocks.layers[0]):
             raise NotApplicable(
@@ -111,6 +112,8 @@ class LayerDropper:
         for index, (gate, draw) in enumerate(zip(self.gates, draws, strict=True), start=1):
             gate.probability = keep_probability(index, len(self.gates), now)
             gate.keep = draw < gate.probability
+        if self.keep_one and not any(gate.keep for gate in self.gates):
+            self.gates[0].keep = True
 
     def remove(self) -> None:
         """Gives the model its own blocks back."""
@@ -152,6 +155,12 @@ class LayerDrop(Method):
         self.ctx = ctx
         self.dropper = LayerDropper(model, ctx.total_steps, self.theta, self.gamma)
         return model
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+        # Where only the blocks are trained (adapters), a step that skips all of them would have nothing to train.
+        assert self.dropper is not None
+        inside = {id(p) for gate in self.dropper.gates for p in gate.block.parameters()}
+        self.dropper.keep_one = not any(p.requires_grad and id(p) not in inside for p in kw["model"].parameters())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         assert self.dropper is not None

@@ -1,0 +1,63 @@
+"""Every pair of methods that is not declared as a conflict trains together; a declared one is refused.
+
+All pairs run in `make soak`. `make test` runs a share that changes every day; the seed is printed and can be set with
+THRIFTY_PAIR_SEED.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import random
+
+import pytest
+import tiny
+import torch
+
+from thrifty.errors import InputError, NotApplicable
+from thrifty.method import registry
+from thrifty.recipe import Recipe
+
+PAIRS = list(itertools.combinations(registry.names(), 2))
+SEED = os.environ.get("THRIFTY_PAIR_SEED") or datetime.date.today().isoformat()
+SHARE = random.Random(SEED).sample(PAIRS, max(20, len(PAIRS) // 4))
+
+
+def presets(pair: tuple[str, str]) -> list:
+    return [{name: dict(registry.get(name).spec.preset)} for name in pair]
+
+
+def train_together(tmp_path, pair):
+    try:
+        recipe = Recipe.parse(presets(pair))
+    except InputError as refusal:
+        assert pair[0] in str(refusal)
+        assert pair[1] in str(refusal)
+        return
+    steps, total = 2, 6
+    try:
+        run = tiny.trainer(
+            tmp_path, recipe, tiny.llama(dropout=0.1), max_steps=total, save_strategy="steps", save_steps=4
+        )
+    except NotApplicable as refusal:
+        pytest.skip(f"refused on this machine: {refusal}")
+    run.train()
+    losses = tiny.losses(run)
+    assert len(losses) >= steps
+    assert all(torch.isfinite(torch.tensor(losses)))
+    again = tiny.trainer(tmp_path / "again", presets(pair), tiny.llama(dropout=0.1), max_steps=total)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    tiny.assert_same(tiny.weights(run.model), tiny.weights(again.model))
+
+
+@pytest.mark.parametrize("pair", SHARE, ids="+".join)
+def test_share_of_the_pairs(tmp_path, pair):
+    print(f"THRIFTY_PAIR_SEED={SEED}")
+    train_together(tmp_path, pair)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_every_pair(tmp_path, pair):
+    train_together(tmp_path, pair)

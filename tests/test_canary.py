@@ -1,0 +1,48 @@
+"""Names the release that moved a private part we stand on, before a run fails in a stranger way."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import transformers
+from accelerate.data_loader import DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+
+from thrifty import _hf
+
+
+@pytest.mark.parametrize("name", _hf.PRIVATE_TRAINER_METHODS)
+def test_private_method_of_the_parent(name):
+    method = getattr(transformers.Trainer, name, None)
+    assert method is not None, f"{_hf.release()} has no Trainer.{name}; thrifty overrides it"
+    parameters = inspect.signature(method).parameters
+    missing = [p for p in _hf.PRIVATE_TRAINER_METHODS[name] if p not in parameters]
+    assert not missing, f"{_hf.release()}: Trainer.{name} lost the parameters {missing}"
+
+
+def test_parent_still_calls_what_we_override():
+    source = inspect.getsource(transformers.Trainer)
+    for call in (
+        "self._run_epoch(",
+        "self.get_batch_samples(",
+        "skip_first_batches(train_dataloader",
+        "self._load_rng_state(resume_from_checkpoint)",
+        "self._maybe_log_save_evaluate(",
+        "self.callback_handler.on_epoch_end(",
+        "self.create_scheduler(",
+        "self.optimizer.step()",
+        "self._save_checkpoint(model, trial)",
+    ):
+        assert call in source, f"{_hf.release()}: transformers.Trainer does not call `{call}...` any more"
+
+
+def test_accelerate_parts():
+    assert "rng_types" in inspect.signature(DataLoaderShard.__init__).parameters, _hf.release()
+    assert "scaler" in inspect.signature(AcceleratedOptimizer.__init__).parameters, _hf.release()
+
+
+def test_checkpointing_argument_has_a_known_name():
+    fields = _hf.checkpointing_arguments(True, {"use_reentrant": False})
+    args = transformers.TrainingArguments("unused", report_to=[], **fields)
+    assert getattr(args, next(iter(fields))) is True
