@@ -47,7 +47,7 @@ PRIVATE_TRAINER_METHODS = {
 
 
 def default_argument(cls: type[TrainingArguments], key: str) -> Any:
-    """The declared default of a field. (To make a `TrainingArguments` and look would reset accelerate's global state.)"""
+    """The declared default of a field. (Making a `TrainingArguments` to look would reset accelerate's global state.)"""
     field = next(f for f in dataclasses.fields(cls) if f.name == key)
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
@@ -118,6 +118,13 @@ def keep_stream_position() -> None:
 
     skip_first_batches._thrifty = True  # type: ignore[attr-defined]
     trainer_module.skip_first_batches = skip_first_batches
+
+
+def write_line(line: str) -> None:
+    """Prints a line without tearing a progress bar apart."""
+    from tqdm import tqdm
+
+    tqdm.write(line)
 
 
 def release() -> str:

@@ -55,7 +55,7 @@ class Context:
         self._total_steps = total_steps
         self._step = 0
 
-    # --- where the run stands ---------------------------------------------------------------------------------------
+    # --- where the run stands ---
 
     @property
     def step(self) -> int:
@@ -104,7 +104,7 @@ class Context:
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         return torch.Generator().manual_seed(seed)
 
-    # --- data ---------------------------------------------------------------------------------------------------------
+    # --- data ---
 
     def batches(self, count: int, model: nn.Module) -> list[Batch]:
         """`count` real collated training batches on the device. The position of the run is untouched."""
@@ -140,7 +140,7 @@ class Context:
             self.task = tasks.infer(model)
         return self.task.per_sample_loss(model, batch)
 
-    # --- what a method may ask of the trainer -------------------------------------------------------------------------
+    # --- what a method may ask of the trainer ---
 
     def replace_model(self, new: nn.Module, parameter_map: Mapping[str, str | None]) -> None:
         """See `Trainer.replace_model`."""

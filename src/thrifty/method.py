@@ -126,7 +126,7 @@ class Method:
 
     spec: ClassVar[MethodSpec]
 
-    # --- what the method says about itself -------------------------------------------------------------------------
+    # --- what the method says about itself ---
 
     @property
     def name(self) -> str:
@@ -162,7 +162,7 @@ class Method:
         """The phases of the run where the model changes in mid-run; None where it does not."""
         return None
 
-    # --- before training -------------------------------------------------------------------------------------------
+    # --- before training ---
 
     def configure(self, args: TrainingArguments, ctx: Context) -> Mapping[str, Any]:
         """Returns the `TrainingArguments` fields to set. Raises `NotApplicable` where the method cannot work."""
@@ -191,7 +191,7 @@ class Method:
         """Builds the learning-rate schedule. Needs the claim `schedule`."""
         raise NotImplementedError
 
-    # --- during training -------------------------------------------------------------------------------------------
+    # --- during training ---
 
     def draw(self, next_batch: Callable[[], Batch], count: int, ctx: Context) -> list[Batch]:
         """Chooses which samples make this step: `count` micro-batches, from as many draws as it likes."""
@@ -229,7 +229,7 @@ class Method:
         """Evaluation sees other weights inside this context."""
         yield
 
-    # --- afterwards ------------------------------------------------------------------------------------------------
+    # --- afterwards ---
 
     def finish(self, model: nn.Module, ctx: Context) -> nn.Module:
         """Merge, fold, average, unmask: the model as it is saved."""

@@ -58,7 +58,7 @@ class Recipe:
                 return method
         raise KeyError(name)
 
-    # --- views -----------------------------------------------------------------------------------------------------
+    # --- views ---
 
     def using(self, hook: str) -> list[Method]:
         """The methods that override a hook, in order."""
@@ -90,7 +90,7 @@ class Recipe:
         """Do all methods leave the mathematics of a step unchanged?"""
         return all(method.spec.exact for method in self.methods)
 
-    # --- hooks that are the same for all users ----------------------------------------------------------------------
+    # --- hooks that are the same for all users ---
 
     def configure(self, args: Any, ctx: Any) -> Any:
         """Returns a copy of `args` with the fields that the methods set.
@@ -141,7 +141,8 @@ class Recipe:
         saved, ours = set(state), {method.name for method in self.methods}
         if saved != ours:
             raise InputError(
-                f"the checkpoint {where} was written with the methods {sorted(saved)}, but the recipe has {sorted(ours)}",
+                f"the checkpoint {where} was written with the methods {sorted(saved)}, "
+                f"but the recipe has {sorted(ours)}",
                 key="methods",
                 fix="resume with the same methods, or start a new run from the checkpoint's weights "
                 "(model_name_or_path)",

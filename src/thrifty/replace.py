@@ -7,8 +7,9 @@ own epoch loop is entered again where it was left.
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,9 @@ class ReplaceModel(transformers.Trainer):
 
         Args:
             new: The new model: another object, or the present one changed in place.
-            parameter_map: For each parameter name of `new` (as `named_parameters` gives it) the old name whose optimizer
-                state it inherits, or None for a fresh state. Names that are missing map to themselves where the old model
-                had them with the same shape.
+            parameter_map: For each parameter name of `new` (as `named_parameters` gives it) the old name whose
+                optimizer state it inherits, or None for a fresh state. Names that are missing map to themselves where
+                the old model had them with the same shape.
         """
         old_states = self._states_by_name()
         scheduler: Any = self.lr_scheduler
@@ -99,23 +100,15 @@ class ReplaceModel(transformers.Trainer):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
-    # --- leaving and entering the parent's epoch loop
-    # ------------------------------------------------------------------
+    # --- leaving and entering the parent's epoch loop ---
 
     def _run_epoch(self, **kw: Any) -> None:  # type: ignore[override]
         kw["model"] = self.model_wrapped
         set_epoch(kw["train_dataloader"], kw["epoch"])
         updates = kw["num_update_steps_per_epoch"]
         while True:
-            on_epoch_end = self.callback_handler.on_epoch_end
-            # When a segment ends, the parent believes that the epoch ends. It does not: keep that event back.
-            self.callback_handler.on_epoch_end = lambda args, state, control: (  # type: ignore[method-assign]
-                control if self._between_segments() else on_epoch_end(args, state, control)
-            )
-            try:
+            with self._epoch_end_held_back():
                 super()._run_epoch(**kw)
-            finally:
-                del self.callback_handler.on_epoch_end
             if not self._between_segments():
                 self._leaving = False
                 return
@@ -129,6 +122,21 @@ class ReplaceModel(transformers.Trainer):
                 epochs_trained=kw["epoch"],
                 steps_trained_in_current_epoch=done * self.args.gradient_accumulation_steps,
             )
+
+    @contextlib.contextmanager
+    def _epoch_end_held_back(self) -> Iterator[None]:
+        """When a segment ends, the parent believes that the epoch ends. It does not: nobody may hear of it."""
+        handler: Any = self.callback_handler
+        original = handler.on_epoch_end
+
+        def on_epoch_end(args: Any, state: Any, control: Any) -> Any:
+            return control if self._between_segments() else original(args, state, control)
+
+        handler.on_epoch_end = on_epoch_end
+        try:
+            yield
+        finally:
+            del handler.on_epoch_end
 
     def _between_segments(self) -> bool:
         return self._leaving and not self.control.should_training_stop and not self._epoch_is_over()

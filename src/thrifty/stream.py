@@ -12,8 +12,8 @@ from accelerate.data_loader import skip_first_batches
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tells the innermost sampler of a prepared loader the epoch, through any number of wrappers.
 
-    accelerate looks one level deep, so that on several processes a run resumed in mid-epoch would repeat the order of the
-    first epoch.
+    accelerate looks one level deep, so that on several processes a run resumed in mid-epoch would repeat the order of
+    the first epoch.
     """
     sampler = getattr(loader, "batch_sampler", None)
     while sampler is not None:

@@ -31,9 +31,10 @@ EVENTS = ("on_train_begin", "on_step_begin", "on_step_end", "on_train_end")
 
 
 class Trainer(ReplaceModel, SafeTrainer):
-    """A drop-in `transformers.Trainer` with methods.
+    """A drop-in `transformers.Trainer` with methods and guards.
 
     Args:
+        guards: Which guards are on (`thrifty.safety.options.Guards`); True is all of them, False none.
         methods: Names, `{name: {setting: value}}` mappings or `Method` instances, or a `Recipe`.
         task: A task of `thrifty.tasks` (or its name); inferred from the model where it is needed.
         *args: As for `transformers.Trainer`.
@@ -50,6 +51,7 @@ class Trainer(ReplaceModel, SafeTrainer):
         *args: Any,
         methods: Recipe | Sequence[str | Mapping[str, Any] | Method] = (),
         task: Any = None,
+        guards: Any = True,
         **kwargs: Any,
     ) -> None:
         self.recipe = Recipe.parse(methods)
@@ -69,12 +71,14 @@ class Trainer(ReplaceModel, SafeTrainer):
         )
         if self.recipe:
             bound = self._apply_recipe(dict(bound))
-        super().__init__(**bound)
+        super().__init__(guards=guards, **bound)
         self.ctx.args = self.args
         if self.recipe:
             for method in self.recipe.using("attach"):
                 method.attach(self.accelerator, self.ctx)
-            self.add_callback(_RecipeEvents(self))
+
+    def events_before_guards(self) -> list[TrainerCallback]:
+        return [_RecipeEvents(self)] if self.recipe else []
 
     def _apply_recipe(self, bound: dict[str, Any]) -> dict[str, Any]:
         if bound.get("model_init") is not None:
@@ -103,7 +107,7 @@ class Trainer(ReplaceModel, SafeTrainer):
         bound["model"] = model
         return bound
 
-    # --- data -------------------------------------------------------------------------------------------------------
+    # --- data ---
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
@@ -126,7 +130,7 @@ class Trainer(ReplaceModel, SafeTrainer):
         assert self.stream is not None
         return self.ctx.to_device(next(self.stream))
 
-    # --- model, loss, step -------------------------------------------------------------------------------------------
+    # --- model, loss, step ---
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -149,7 +153,7 @@ class Trainer(ReplaceModel, SafeTrainer):
             chain = method.wrap_training_step(chain, self.ctx)
         return chain(model, inputs, num_items_in_batch)
 
-    # --- optimizer ---------------------------------------------------------------------------------------------------
+    # --- optimizer ---
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         spared = self.recipe.no_decay()
@@ -221,8 +225,7 @@ class Trainer(ReplaceModel, SafeTrainer):
         """Ends the current step without updating the weights (the scaler is told)."""
         _hf.skip_update(self.accelerator, self.optimizer)
 
-    # --- evaluation and the end
-    # ----------------------------------------------------------------------------------------
+    # --- evaluation and the end ---
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -260,8 +263,7 @@ class Trainer(ReplaceModel, SafeTrainer):
         self.model = self.model_wrapped = model
         self.recipe_finished = True
 
-    # --- saving and loading
-    # --------------------------------------------------------------------------------------------
+    # --- saving and loading ---
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A checkpoint must hold the weights that are trained; everything else holds those that are evaluated.

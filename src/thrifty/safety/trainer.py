@@ -1,26 +1,32 @@
-"""The guards, plugged into `transformers.Trainer`."""
+"""`SafeTrainer`: `transformers.Trainer` with the guards, and nothing else."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import transformers
-from torch import nn
+from transformers import TrainerCallback
+
+from thrifty.safety.options import Guards
+from thrifty.safety.running import GuardEvents, SafeRunning
 
 
-class SafeTrainer(transformers.Trainer):
-    """Mixin: checkpoints with the methods' state, sample ids kept out of the model."""
+class SafeTrainer(SafeRunning):
+    """A `transformers.Trainer` whose runs can be trusted.
 
-    sample_ids: Any = None
+    Args:
+        guards: Which guards are on; all, by default. `False` switches all of them off.
+        *args: As for `transformers.Trainer`.
+        **kwargs: As for `transformers.Trainer`.
+    """
 
-    def write_extra_state(self, folder: str) -> None:
-        """What a subclass adds to a checkpoint."""
+    def __init__(self, *args: Any, guards: Guards | bool = True, **kwargs: Any) -> None:
+        self.guards = guards if isinstance(guards, Guards) else (Guards() if guards else Guards.off())
+        self.sample_ids = []
+        super().__init__(*args, **kwargs)
+        for callback in self.events_before_guards():
+            self.add_callback(callback)
+        self.add_callback(GuardEvents(self))
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        self.write_extra_state(os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"))
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        self.sample_ids = inputs.pop("sample_id", None)
-        return super()._prepare_inputs(inputs)
+    def events_before_guards(self) -> list[TrainerCallback]:
+        """Callbacks of a subclass that the guards must see the effect of."""
+        return []

@@ -1,0 +1,114 @@
+"""What can be found out before the first step, from real batches of the run."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from thrifty.safety import startup
+from thrifty.safety.trial import longest_indices
+
+if TYPE_CHECKING:
+    from thrifty.safety.running import SafeRunning
+
+BATCHES = 4  # looked at by the checks; they cost a collation each
+SECONDS = 2.0  # after which lengths are no longer read one by one: the longest seen so far have to do
+
+
+def check_start(trainer: SafeRunning) -> None:
+    """Runs the start-up checks on a few real batches; notices are said, errors refuse.
+
+    Raises:
+        InputError: Training would silently do something else than asked.
+    """
+    batches = [batch for batch in first_batches(trainer) if "labels" in batch]
+    model: Any = trainer.model
+    args: Any = trainer.args
+    findings = startup.tied_weights(model) + startup.reentrant(model)
+    scaled_on_cpu = args.device.type == "cpu" and trainer.accelerator.scaler is not None
+    findings += startup.precision(
+        model, fp16=bool(args.fp16) and not scaled_on_cpu, bf16=bool(args.bf16), device=args.device
+    )
+    tokens = batches and "input_ids" in batches[0] and batches[0]["labels"].dim() > 1
+    if tokens:
+        findings += startup.trainable_tokens(batches, causal=trainer._loss_shifts_labels)
+        tokenizer = trainer.processing_class
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            findings += startup.end_token(tokenizer, batches) + startup.special_tokens(tokenizer, batches)
+    if batches:
+        findings += startup.label_range(model, batches)
+    startup.settle(findings, trainer.say)
+
+
+def first_batches(trainer: SafeRunning) -> list[Any]:
+    """A few collated batches from the start of the data; the position and the random state of the run are untouched."""
+    from thrifty.safety.oom import rng_snapshot
+
+    dataset: Any = trainer.train_dataset
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) == 0:
+        return []
+    size = trainer.args.per_device_train_batch_size
+    groups = [range(i, min(i + size, len(dataset))) for i in range(0, min(BATCHES * size, len(dataset)), size)]
+    restore = rng_snapshot()
+    try:
+        return [collate(trainer, [dataset[i] for i in group]) for group in groups]
+    finally:
+        restore()
+
+
+def longest_batch(trainer: SafeRunning) -> Any:
+    """The collated batch of the longest samples, or None where lengths are not known."""
+    from thrifty.safety.oom import rng_snapshot
+
+    lengths = sample_lengths(trainer.train_dataset)
+    if not lengths:
+        return None
+    dataset: Any = trainer.train_dataset
+    chosen = longest_indices(lengths, trainer.args.per_device_train_batch_size)
+    restore = rng_snapshot()
+    try:
+        batch = collate(trainer, [dataset[i] for i in chosen])
+    finally:
+        restore()
+    batch.pop("sample_id", None)
+    return trainer._prepare_inputs(batch)
+
+
+def collate(trainer: SafeRunning, rows: list[Any]) -> Any:
+    """Collates samples as the training loader does, unused columns removed."""
+    collator: Any = trainer._get_collator_with_removed_columns(trainer.data_collator)
+    if trainer.args.remove_unused_columns and hasattr(trainer.train_dataset, "column_names"):
+        trainer._set_signature_columns_if_needed()
+        kept: Any = trainer._signature_columns
+        rows = [{k: v for k, v in row.items() if k in kept} for row in rows]
+    return collator(rows)
+
+
+def sample_lengths(dataset: Any) -> list[int]:
+    """Tokens of each sample, or of the first ones where reading takes long; empty where samples have no tokens."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return []
+    if hasattr(dataset, "lengths"):
+        return list(dataset.lengths)
+    count = len(dataset)
+    if count == 0:
+        return []
+    if hasattr(dataset, "column_names"):
+        if "input_ids" not in dataset.column_names:
+            return []
+        import pyarrow.compute
+
+        column = dataset.with_format("arrow")[:]["input_ids"]
+        return pyarrow.compute.list_value_length(column).to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
+    first = dataset[0]
+    if not isinstance(first, dict) or "input_ids" not in first:
+        return []
+    lengths: list[int] = []
+    end = time.monotonic() + SECONDS
+    for index in range(count):
+        lengths.append(len(dataset[index]["input_ids"]))
+        if index % 256 == 255 and time.monotonic() > end:
+            break
+    return lengths
