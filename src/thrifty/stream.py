@@ -29,16 +29,18 @@ class SampleStream:
 
     Args:
         loader: The loader that `accelerate` prepared for this process.
+        collator: The run's collator, which may want to know the epoch.
     """
 
     keeps_position = True  # tells the trainer that no batches have to be skipped for it after a resume
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, collator: Any = None) -> None:
         # Ranks may take different numbers of batches: nothing in the loader may wait for the other ranks. The order
         # needs no synchronisation, since it is seeded by the epoch.
         loader.rng_types = None
         self.loader = loader
         self.dataset = loader.dataset
+        self.collator = collator
         self.taken = 0
         self._iterator: Iterator[Any] | None = None
 
@@ -65,6 +67,8 @@ class SampleStream:
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
         set_epoch(self.loader, epoch)
+        if hasattr(self.collator, "set_epoch"):
+            self.collator.set_epoch(epoch)
         # Opening a loader draws a seed for its workers. From the global RNG, a resumed run would draw it at another
         # moment.
         getattr(loader, "base_dataloader", loader).generator = torch.Generator().manual_seed(self.taken)

@@ -115,7 +115,7 @@ class Trainer(ReplaceModel, SafeTrainer):
             return loader
         taken = self.stream.taken if self.stream is not None else 0
         _hf.keep_stream_position()
-        self.stream = SampleStream(loader)
+        self.stream = SampleStream(loader, self.data_collator)
         self.stream.seek(taken)
         return self.stream
 
@@ -311,18 +311,29 @@ class Trainer(ReplaceModel, SafeTrainer):
         if self.stream is not None:
             self.stream.seek(taken)
         elif self.recipe.using("draw"):
-            self.stream = SampleStream(super().get_train_dataloader())
+            self.stream = SampleStream(super().get_train_dataloader(), self.data_collator)
             self.stream.seek(taken)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_extra_state(resume_from_checkpoint)
-        restorers = self.recipe.using("restore_model")
-        if restorers:
-            restored = _hf.unwrap_container(self.model)
-            for method in restorers:
-                restored = method.restore_model(restored, self.ctx)
-            self.model = self.model_wrapped = restored.to(self.args.device)
+        self._restore_structure()
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        # The best weights belong with the methods' state of that time: its average, its masks, its number of layers.
+        if self.recipe and self.state.best_model_checkpoint is not None:
+            self._load_extra_state(self.state.best_model_checkpoint)
+            self._restore_structure()
+        super()._load_best_model()
+
+    def _restore_structure(self) -> None:
+        restorers = self.recipe.using("restore_model")
+        if not restorers:
+            return
+        restored = _hf.unwrap_container(self.model)
+        for method in restorers:
+            restored = method.restore_model(restored, self.ctx)
+        self.model = self.model_wrapped = restored.to(self.args.device)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from thrifty.safety import startup
+from thrifty.safety.normalise import ignores_num_items
 from thrifty.safety.trial import longest_indices
 
 if TYPE_CHECKING:
@@ -42,7 +43,27 @@ def check_start(trainer: SafeRunning) -> None:
     startup.settle(findings, trainer.say)
 
 
-def first_batches(trainer: SafeRunning) -> list[Any]:
+def must_normalise(trainer: SafeRunning) -> bool:
+    """Does the model ignore the number of targets of a step, so that the trainer has to divide the loss itself?"""
+    own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    if own or not trainer.model_accepts_loss_kwargs:
+        return False
+    batches = first_batches(trainer, count=1)
+    if not batches or "labels" not in batches[0]:
+        return False
+    inputs = trainer._prepare_inputs({k: v for k, v in batches[0].items() if k != "sample_id"})
+    with trainer.compute_loss_context_manager():
+        ignores = ignores_num_items(trainer.model_wrapped, inputs)
+    several = trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1
+    if ignores and several:
+        trainer.say(
+            f"{type(trainer.model).__name__} does not divide its loss by the number of targets in the step: "
+            "it is done here, so that accumulation and several processes give the mean over all of them"
+        )
+    return ignores
+
+
+def first_batches(trainer: SafeRunning, count: int = BATCHES) -> list[Any]:
     """A few collated batches from the start of the data; the position and the random state of the run are untouched."""
     from thrifty.safety.oom import rng_snapshot
 
@@ -50,7 +71,7 @@ def first_batches(trainer: SafeRunning) -> list[Any]:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) == 0:
         return []
     size = trainer.args.per_device_train_batch_size
-    groups = [range(i, min(i + size, len(dataset))) for i in range(0, min(BATCHES * size, len(dataset)), size)]
+    groups = [range(i, min(i + size, len(dataset))) for i in range(0, min(count * size, len(dataset)), size)]
     restore = rng_snapshot()
     try:
         return [collate(trainer, [dataset[i] for i in group]) for group in groups]

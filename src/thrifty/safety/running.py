@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 from thrifty import _hf
 from thrifty.safety.advice import advisor
 from thrifty.safety.checkpointing import SafeCheckpoints
-from thrifty.safety.first_step import check_start, longest_batch
+from thrifty.safety.first_step import check_start, longest_batch, must_normalise
+from thrifty.safety.normalise import targets_of
 from thrifty.safety.numbers import FiniteGuard, NonFinite, SpikeDetector, read_together
 from thrifty.safety.oom import MicroBatcher
 from thrifty.safety.signals import Interrupted, SharedFlag, SignalGuard
@@ -38,6 +39,7 @@ class SafeRunning(SafeCheckpoints):
     finite: FiniteGuard | None = None
     spikes: SpikeDetector | None = None
     _loss_share: float = 1.0
+    _normalises: bool = False
     _step_loss: torch.Tensor | None = None
     _grad_norm: torch.Tensor | float | None = None
     _left_out: frozenset[int] = frozenset()
@@ -68,7 +70,11 @@ class SafeRunning(SafeCheckpoints):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        counts = self._normalises and num_items_in_batch is not None and not return_outputs
+        targets = targets_of(inputs, self._loss_shifts_labels) if counts else None
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        if targets is not None:
+            return result * (targets / num_items_in_batch)
         # A loss that was divided by the number of items of the whole step adds up over pieces; a mean does not.
         adds_up = (
             self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -224,6 +230,7 @@ class SafeRunning(SafeCheckpoints):
             self.batcher = self._make_batcher(self.model_wrapped)
         if self.guards.check_start:
             check_start(self)
+            self._normalises = must_normalise(self)
         if self.guards.trial_step and (batch := longest_batch(self)) is not None:
             self.accelerator.gradient_state._set_sync_gradients(True)
             items = self._get_num_items_in_batch([batch], self.args.device)
