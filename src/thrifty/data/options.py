@@ -24,7 +24,7 @@ class DataOptions:
     validation_fraction: float = 0.05
     """The share held out for validation where none is given; 0 holds out nothing."""
     dataset_format: str = "auto"
-    """auto, text, prompt-completion, messages, alpaca, sharegpt or tokenized."""
+    """auto, text, prompt-completion, messages, alpaca, sharegpt or tokenized (see `thrifty.data.formats`)."""
     column_mapping: dict[str, str] = field(default_factory=dict)
     """Renames the data's own columns first: {theirs: ours}."""
     text_column: str | None = None
@@ -34,12 +34,13 @@ class DataOptions:
     max_length: int = 256
     """Longest sample in tokens."""
     long_samples: str = "split"
-    """What to do with a longer sample: split (text only), truncate, or error."""
+    """What to do with a longer sample: split (text only; other formats raise), truncate, or error."""
     train_on_prompt: bool = False
     """Whether prompt or user tokens take part in the loss."""
     mlm_probability: float = 0.15
     """masked-lm: the share of tokens that is masked."""
     preprocessing_num_workers: int | None = None
-    """Processes for tokenising; None picks by size of the data."""
+    """1 tokenises on one thread; None and larger numbers use the tokenizer's own threads (RAYON_NUM_THREADS limits
+    them)."""
     seed: int = 42
     """Seeds the validation split and the masking."""
