@@ -1,0 +1,52 @@
+# make demo   a virtual environment, the package, and a real training run of about three minutes
+# make test   lint, types and tests, in the same environment
+# make soak   the long tests: every pair of methods, kills, full disks
+# make bench  runs the measurements of benchmarks/ on this machine
+# make clean  removes the environment and the caches; leaves runs/ alone
+#
+# PYTHON=python3.12 picks the interpreter; ARGS="max_steps=20" goes to `thrifty train`; JOBS=4 to pytest.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint soak bench clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/.installed
+	$(BIN)/thrifty train $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(JOBS) -m soak
+
+bench: $(VENV)/.installed-dev
+	set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" $(ARGS); done
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "thrifty needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another interpreter: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps keep a second call from installing again; a change of the two files below installs anew.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(VENV)/.installed

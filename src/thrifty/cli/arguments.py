@@ -1,0 +1,37 @@
+"""What several verbs share about their arguments and their output."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from thrifty.errors import InputError
+
+
+def split_arguments(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Divides `[FILE] key=value ...` into the file and the overrides.
+
+    Raises:
+        InputError: There are two files.
+
+    >>> split_arguments(["my.yaml", "seed=1"])
+    ('my.yaml', ['seed=1'])
+    """
+    files = [word for word in words if not _is_override(word)]
+    if len(files) > 1:
+        raise InputError(f"'{files[0]}' and '{files[1]}' cannot both be the run file", fix="one file, then key=value")
+    return (files[0] if files else None), [word for word in words if _is_override(word)]
+
+
+def quiet() -> None:
+    """Keeps the libraries' progress bars and notes out of our output, unless the user asked for them. Call it first."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _is_override(word: str) -> bool:
+    # A path may hold an equals sign too, but not before its first slash or dot: keys are words.
+    key, equals, _ = word.partition("=")
+    return bool(equals) and all(part.replace("_", "a").replace("-", "a").isalnum() for part in key.split("."))

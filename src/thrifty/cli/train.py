@@ -1,0 +1,28 @@
+"""`thrifty train`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG|KEY=VALUE", help="A run file (YAML or JSON), and keys that override it."),
+    ] = None,
+) -> None:
+    """Train a model. With no arguments: a small Llama from scratch on the King James text, in about three minutes.
+
+    Examples: `thrifty train my.yaml learning_rate=1e-4`, `thrifty train my.yaml model_config.hidden_size=128`,
+    `thrifty train runs/my-001/run.yaml resume=auto`. `thrifty config-schema` lists the keys.
+    """
+    from thrifty.cli.arguments import quiet, split_arguments
+
+    quiet()
+    from thrifty import run
+    from thrifty.config import load_config
+
+    path, overrides = split_arguments(arguments or [])
+    run.train(load_config(path, overrides))
