@@ -158,12 +158,13 @@ class MicroBatcher:
         self._report, self._advise = report, advise
         self._done: list[_Piece] = []
         self._foreign_gradients = False
+        self._parameters = list(model.parameters())  # walking the modules every step would cost more than all the rest
         self._norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
     def begin_step(self) -> None:
         """Call before the first micro-batch of every optimizer step."""
         self._done.clear()
-        self._foreign_gradients = any(p.grad is not None for p in self.model.parameters())
+        self._foreign_gradients = any(p.grad is not None for p in self._parameters)
 
     def run(
         self, inputs: Mapping[str, Any], forward_backward: Callable[[Mapping[str, Any], float], torch.Tensor]
