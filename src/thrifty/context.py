@@ -54,6 +54,7 @@ class Context:
         self.data = data
         self._total_steps = total_steps
         self._step = 0
+        self._model: nn.Module | None = None
 
     # --- where the run stands ---
 
@@ -152,6 +153,11 @@ class Context:
         """Ends a step without updating the weights. Call it in place of `update` from `wrap_update`."""
         if self.trainer is not None:
             self.trainer.skip_update()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model as the methods have prepared it so far; without DDP around it."""
+        return self.trainer.model if self.trainer is not None else self._model
 
     @property
     def syncing(self) -> bool:

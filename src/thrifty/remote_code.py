@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers.models.auto import modeling_auto
+
+from thrifty.errors import NotApplicable
 
 
 def auto_class_name(model: nn.Module) -> str:
@@ -33,6 +36,17 @@ def auto_class_name(model: nn.Module) -> str:
     return "AutoModel"
 
 
+def check_remote_code(model: nn.Module, who: str) -> None:
+    """Raises `NotApplicable` (for the method `who`) where no modelling file could be written for this model."""
+    name, config = type(model).__name__, type(getattr(model, "config", None)).__name__
+    if getattr(transformers, name, None) is not type(model) or not hasattr(transformers, config):
+        raise NotApplicable(
+            f"{who}: the result is saved with a modelling file that builds on the model's class, and {name} is not a "
+            "public class of transformers",
+            fix=f"use a model of a class that transformers exports, or remove {who} from the methods",
+        )
+
+
 def write_remote_code(
     folder: str, model: nn.Module, *, kind: str, body: str, settings: dict[str, Any], auto_class: str | None = None
 ) -> None:
@@ -47,6 +61,7 @@ def write_remote_code(
         auto_class: The Auto class; found by the model's class otherwise.
     """
     model_config: Any = model.config
+    _save_live_names(folder, model)
     base, config_base = type(model).__name__, type(model_config).__name__
     title = kind.replace("-", " ").title().replace(" ", "")
     module = f"modeling_{kind.replace('-', '_')}"
@@ -72,7 +87,20 @@ def write_remote_code(
     with open(path, "w", encoding="utf-8") as file:
         json.dump(config, file, indent=2, sort_keys=True)
         file.write("\n")
-    assert hasattr(transformers, base), f"{base} is not a public class of transformers"
+
+
+def _save_live_names(folder: str, model: Any) -> None:
+    """Saves the weights again under the names they have in the model, where `save_pretrained` used older ones.
+
+    It renames the weights of some families (ViT). `from_pretrained` would rename them back by the `model_type`, which
+    is another one now.
+    """
+    saved: set[str] = set()
+    for path in Path(folder).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            saved |= set(file.keys())
+    if not saved <= set(model.state_dict()):
+        model.save_pretrained(folder, save_original_format=False)
 
 
 _TEMPLATE = '''"""{title}{base}: loads with trust_remote_code=True. Written by thrifty; needs transformers only."""

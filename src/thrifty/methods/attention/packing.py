@@ -95,7 +95,7 @@ def pack(samples: Sequence[Batch], *, sample_id: int = 0) -> Batch:
     for sample in samples:
         tokens = torch.as_tensor(sample["input_ids"])
         targets = torch.as_tensor(sample.get("labels", sample["input_ids"])).clone()
-        targets[0] = IGNORED
+        targets[:1] = IGNORED
         ids.append(tokens)
         labels.append(targets)
         positions.append(torch.arange(len(tokens)))
@@ -110,10 +110,10 @@ def pack(samples: Sequence[Batch], *, sample_id: int = 0) -> Batch:
 def collate_packed(rows: Sequence[Batch]) -> Batch:
     """Stacks packed rows. A shorter row ends in a sample of its own whose labels are ignored.
 
-    There is no attention mask on purpose: with one, transformers would let the samples see each other.
+    There is no attention mask and no cache on purpose: with either, transformers would let the samples see each other.
     """
     longest = max(len(row["input_ids"]) for row in rows)
-    batch: Batch = {}
+    batch: Batch = {"use_cache": False}
     for key, filler in (("input_ids", 0), ("labels", IGNORED)):
         batch[key] = torch.stack(
             [nn.functional.pad(row[key], (0, longest - len(row[key])), value=filler) for row in rows]
@@ -127,14 +127,20 @@ def collate_packed(rows: Sequence[Batch]) -> Batch:
 
 
 @torch.no_grad()
-def largest_leak(model: nn.Module, samples: Sequence[Batch], device: torch.device) -> float:
-    """The largest difference between packed logits and those of the samples on their own."""
+def largest_leak(model: nn.Module, samples: Sequence[Batch], device: torch.device, *, rows: int = 2) -> float:
+    """The largest difference between packed logits and those of the samples on their own, in their standard deviations.
+
+    Args:
+        model: A causal language model.
+        samples: Two or more; packed into the first row, and the first of them alone into the others.
+        device: Where the model is.
+        rows: Rows of the batch. Some attention kernels keep samples apart in a batch of one row only.
+    """
     was_training = model.training
     model.eval()
-    row = collate_packed([pack(samples)])
-    together = model(
-        input_ids=row["input_ids"].to(device), position_ids=row["position_ids"].to(device), use_cache=False
-    ).logits[0]
+    batch = collate_packed([pack(samples), *[pack(samples[:1])] * (rows - 1)])
+    inputs = {key: batch[key].to(device) for key in ("input_ids", "position_ids")}
+    together = model(**inputs, use_cache=False).logits[0]
     start, worst = 0, 0.0
     for sample in samples:
         ids = torch.as_tensor(sample["input_ids"])[None].to(device)
@@ -142,7 +148,7 @@ def largest_leak(model: nn.Module, samples: Sequence[Batch], device: torch.devic
         worst = max(worst, (together[start : start + len(alone)] - alone).abs().max().item())
         start += len(alone)
     model.train(was_training)
-    return worst
+    return worst / max(together.float().std().item(), 1e-12)
 
 
 @register(
@@ -169,6 +175,11 @@ class Packing(Method):
     rows: int = field(default=0, init=False, repr=False)
 
     def prepare_data(self, data: TrainingData, ctx: Any) -> TrainingData:
+        if len(data.train_dataset) == 0 or "input_ids" not in data.train_dataset[0]:
+            raise NotApplicable(
+                "packing: the samples have no input_ids, and only sequences of tokens can be packed",
+                fix="remove packing from the methods",
+            )
         lengths = _lengths(data.train_dataset)
         capacity = self.max_length or max(lengths)
         if max(lengths) > capacity:
@@ -198,13 +209,14 @@ class Packing(Method):
             return model
         model.to(ctx.device)
         dataset = ctx.data.train_dataset.dataset
-        leak = largest_leak(model, [dataset[i] for i in range(min(3, len(dataset)))], ctx.device)
-        scale = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
-        if leak > scale:
+        samples = [dataset[i] for i in range(min(3, len(dataset)))]
+        leak = largest_leak(model, samples, ctx.device, rows=min(2, ctx.args.train_batch_size))
+        if leak > (1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1):
             raise NotApplicable(
-                f"packing: packed logits differ from unpacked ones by {leak:.3g}: {type(model).__name__} lets samples in a "
-                "row see each other",
-                fix="use attn_implementation 'sdpa', 'flex_attention' or flash attention, or remove packing",
+                f"packing: packed logits differ from unpacked ones by {leak:.3g} of their standard deviation: "
+                f"{type(model).__name__} lets samples in a row see each other",
+                fix="use attn_implementation 'sdpa' or 'flex_attention', or flash attention with "
+                "per_device_train_batch_size 1, or remove packing",
             )
         return model
 

@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thrifty.method import Method, Paper, register
 
 
 def accumulate(
     micro_batches: Sequence[dict[str, Any]],
-    summed_loss: Callable[[dict[str, Any]], torch.Tensor],
+    summed_loss: Callable[[dict[str, Any]], Tensor],
     count: Callable[[dict[str, Any]], int],
-    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
-) -> torch.Tensor:
+    backward: Callable[[Tensor], None] = Tensor.backward,
+) -> Tensor:
     """Accumulates the gradients of several micro-batches as if they were one batch, for one's own loop.
 
     Args:

@@ -100,7 +100,8 @@ class LayerDropper:
         blocks = main_blocks(model, "layer-drop")
         if is_post_norm(blocks.layers[0]):
             raise NotApplicable(
-                f"layer-drop: {type(model).__name__} normalises after the residual addition, and skipping its blocks diverges",
+                f"layer-drop: {type(model).__name__} normalises after the residual addition, and diverges when blocks "
+                "are skipped",
                 fix="use a pre-norm model (Llama, GPT-2, ViT, ...), or remove layer-drop",
             )
         self.gates = [Gate(block, branch_outputs(block, "layer-drop")) for block in blocks]
@@ -146,6 +147,8 @@ class LayerDrop(Method):
     def __post_init__(self) -> None:
         if not 0 < self.theta <= 1:
             raise ValueError(f"theta must be above 0 and at most 1, got {self.theta}")
+        if self.gamma is not None and self.gamma < 0:
+            raise ValueError(f"gamma must not be negative, got {self.gamma}")
 
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
         # A skipped block gets no gradient in that step, which DDP has to be told.

@@ -89,6 +89,10 @@ class Stacking(Method):
     def __post_init__(self) -> None:
         if self.optimizer_state not in ("copy", "reset"):
             raise ValueError(f"optimizer_state is 'copy' or 'reset', got {self.optimizer_state!r}")
+        if self.start_layers is not None and self.start_layers < 1:
+            raise ValueError(f"start_layers must be at least 1, got {self.start_layers}")
+        if not self.boundaries:
+            raise ValueError("boundaries must name at least one point of the run, or the model would stay shallow")
         if list(self.boundaries) != sorted(self.boundaries) or not all(0 < b < 1 for b in self.boundaries):
             raise ValueError(f"boundaries must rise between 0 and 1, got {list(self.boundaries)}")
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from thrifty.architecture import branch_outputs, main_blocks, norm_names
 from thrifty.method import Method, NotApplicable, Paper, register
-from thrifty.remote_code import write_remote_code
+from thrifty.remote_code import check_remote_code, write_remote_code
 
 ALPHA = "rezero_alpha"
 
@@ -94,6 +94,7 @@ class ReZero(Method):
         return (ALPHA,)
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
+        check_remote_code(model, "rezero")
         self._settings = rezero(model)
         return model
 

@@ -47,6 +47,10 @@ class Lion(Method):
     betas: tuple[float, float] = (0.9, 0.99)
     """Interpolation for the update, and decay of the momentum; the paper's language models use (0.95, 0.98)."""
 
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta <= 1 for beta in self.betas):
+            raise ValueError(f"betas are two numbers between 0 and 1, got {list(self.betas)}")
+
     def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
         clean = [{key: value for key, value in group.items() if key != "names"} for group in groups]
         return lion(clean, lr=ctx.args.learning_rate, betas=self.betas)

@@ -75,6 +75,14 @@ class Lora(Method):
 
     _adapter: tuple[Any, dict[str, Any]] | None = field(default=None, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ValueError(f"r must be at least 1, got {self.r}")
+        if self.alpha < 1:
+            raise ValueError(f"alpha must be at least 1, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+
     @property
     def saves_as(self) -> SavesAs:
         return "plain" if self.merge else "peft"

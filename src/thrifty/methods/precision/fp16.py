@@ -80,8 +80,8 @@ class FP16(Method):
         halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
         if halves:
             raise NotApplicable(
-                f"fp16: {len(halves)} trainable weights are themselves float16 (first: {halves[0]}), and their gradients "
-                "cannot be unscaled",
+                f"fp16: {len(halves)} trainable weights are themselves float16 (first: {halves[0]}), and gradients in "
+                "float16 cannot be unscaled",
                 fix="load the model with dtype='float32'; autocast does the rest",
             )
         return model
@@ -89,3 +89,15 @@ class FP16(Method):
     def attach(self, accelerator: Any, ctx: Any) -> None:
         if ctx.device.type == "cpu":
             enable_cpu_fp16(accelerator)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+        _skip_in_the_open(getattr(kw["optimizer"], "optimizer", kw["optimizer"]))
+
+    def on_replace(self, model: nn.Module, parameter_map: Any, ctx: Any) -> None:
+        _skip_in_the_open(ctx.optimizer)
+
+
+def _skip_in_the_open(optimizer: Any) -> None:
+    # A fused optimizer skips an overflowing step inside its kernel, where accelerate does not see it: the schedule
+    # would go on. Without this mark the scaler does not call the optimizer at all.
+    optimizer._step_supports_amp_scaling = False

@@ -36,8 +36,9 @@ def enable_tf32() -> None:
 
 def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
     """What the tensor core does to its inputs: rounds float32 to 10 bits of mantissa, to nearest. Any shape."""
-    bits = x.float().contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+    x = x.float().contiguous()
+    rounded = ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    return torch.where(x.isnan(), x, rounded)  # rounding up could turn the bits of a NaN into those of a number
 
 
 @register(

@@ -62,14 +62,19 @@ def split_samples(batch: Batch, keep: Tensor) -> list[Batch]:
 
 
 def join_samples(samples: Sequence[Batch]) -> Batch:
-    """Stacks single samples; shorter rows are filled at the end, where neither attention nor loss looks."""
+    """Stacks single samples; shorter rows are filled at the end, where neither attention nor loss looks.
+
+    Samples with `position_ids` (packed rows) get no attention mask, which would let transformers ignore the positions.
+    """
     keys = set().union(*samples)
+    packed = "position_ids" in keys and "attention_mask" not in keys
     if (
-        any("attention_mask" not in s for s in samples)
+        not packed
+        and any("attention_mask" not in s for s in samples)
         and len({len(s["input_ids"]) for s in samples if "input_ids" in s}) > 1
     ):
         keys.add("attention_mask")
-    batch: Batch = {}
+    batch: Batch = {"use_cache": False} if packed else {}
     for key in sorted(keys):
         rows = [s[key] if key in s else torch.ones_like(s["input_ids"]) for s in samples]
         if rows[0].dim() == 1:
@@ -112,6 +117,8 @@ class SelectiveBackprop(Method):
             raise ValueError(f"beta must not be negative, got {self.beta}")
         if not 0 <= self.floor <= 1:
             raise ValueError(f"floor must be between 0 and 1, got {self.floor}")
+        if self.history < 1:
+            raise ValueError(f"history must be at least 1, got {self.history}")
         self.selector = LossSelector(self.beta, self.history, self.floor)
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:

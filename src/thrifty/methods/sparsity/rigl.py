@@ -41,7 +41,8 @@ def erdos_renyi_kernel(shapes: Mapping[str, tuple[int, ...]], sparsity: float) -
     raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
     target = round((1 - sparsity) * sum(sizes.values()))
     dense: set[str] = set()
-    while True:
+    scale = 1.0
+    while len(dense) < len(shapes):
         rest = [name for name in shapes if name not in dense]
         scale = (target - sum(sizes[name] for name in dense)) / sum(raw[name] * sizes[name] for name in rest)
         full = {name for name in rest if scale * raw[name] > 1}
@@ -91,8 +92,8 @@ def move_connections(weight: Tensor, gradient: Tensor, mask: Tensor, count: int)
 class SparseWeights:
     """Masks on some weights of a model, for one's own loop.
 
-    After each backward: `mask_gradients()`, or, at an update, `move(...)` and no optimizer step. After each optimizer step:
-    `apply()`.
+    After each backward: `mask_gradients()`, or, where connections move, `move(...)` and no optimizer step. After each
+    optimizer step: `apply(optimizer)`.
 
     Args:
         parameters: The weights by name.
@@ -176,6 +177,10 @@ class RigL(Method):
             raise ValueError(f"sparsity must be between 0 and 1, got {self.sparsity}")
         if self.every < 1:
             raise ValueError(f"every must be at least 1, got {self.every}")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be between 0 and 1, got {self.alpha}")
+        if not 0 <= self.end <= 1:
+            raise ValueError(f"end must be between 0 and 1, got {self.end}")
 
     def _parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         linears = block_linears(main_blocks(model, "rigl"))
@@ -198,14 +203,15 @@ class RigL(Method):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         step = state.global_step
-        self._moving = step > 0 and step % self.every == 0 and step < self.end * self.ctx.total_steps
+        # With alpha 0 the masks are static, and no step is spent on moving nothing.
+        due = step > 0 and step % self.every == 0 and step < self.end * self.ctx.total_steps
+        self._moving = due and self.alpha > 0
 
     def wrap_training_step(self, step: Callable[..., Tensor], ctx: Any) -> Callable[..., Tensor]:
         def masked(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
             loss = step(model, inputs, num_items_in_batch)
             # Only at the last micro-batch are the gradients complete, and equal on all processes. A moving step keeps
-            # them
-            # dense: they tell where to grow.
+            # them dense: they tell where to grow.
             if ctx.syncing and not self._moving:
                 assert self.weights is not None
                 self.weights.mask_gradients()
