@@ -163,6 +163,8 @@ class Trainer(ReplaceModel, SafeTrainer):
         """The parent's two groups (with and without decay), each with the `names` of its `params`."""
         decay = set(self.get_decay_parameter_names(model))
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        # The parent goes by the word "bias"; T5's table of relative biases is a matrix like other embeddings.
+        decay |= {name for name, p in trained if name.endswith("bias.weight") and p.ndim == 2}
         groups = []
         for decays in (True, False):
             chosen = [(name, p) for name, p in trained if (name in decay) is decays]

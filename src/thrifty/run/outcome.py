@@ -25,8 +25,9 @@ def introduce(trainer: Any, loaded: tasks.Loaded) -> None:
     share = "" if trained == total else f", {text.count(trained)} of them trained ({trained / total:.2%})"
     say("model", f"{type(model).__name__}, {text.count(total)} parameters{share}")
     say("data", [f"{len(loaded.data.train_dataset):,} training samples", *loaded.notes])
-    sample = shorten(str(loaded.task.decoded_sample(loaded.data, loaded.processor)), 700)
-    say("sample", ["(what stands between ⟦ and ⟧ is trained on)", sample])
+    sample = loaded.task.decoded_sample(loaded.data, loaded.processor)
+    legend = ["(what stands between ⟦ and ⟧ is trained on)"] if any(trained for _, trained in sample.parts) else []
+    say("sample", [*legend, shorten(str(sample), 700)])
     parts = trainer.recipe.describe()
     if not parts:
         say("recipe", "no methods: plain transformers.Trainer")
@@ -97,6 +98,6 @@ def conclude(folder: Path, config: RunConfig, metrics: dict[str, float], passage
     say("result", metric_lines(metrics) or "there is no validation data")
     if passage:
         say("passage", shorten(passage[1], 1200))
-    say("model", f"{folder} (AutoModel and AutoTokenizer .from_pretrained load it)")
+    say("model", f"{folder} (loads with transformers' from_pretrained)")
     say("report", str(folder / "report.html"))
     say("repeat", f"thrifty train {folder / RUN_FILE} output_dir=...")

@@ -1,0 +1,182 @@
+"""A structural class, compiled: what its configurations need and run, as functions of micro-batch and accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from thrifty.planner.opcost import OP_FIELDS
+from thrifty.planner.program import features
+from thrifty.planner.replay import OP_TYPE, ClosedForm, operations
+from thrifty.planner.trace import CATEGORIES, DIRECTIONS, OP
+
+if TYPE_CHECKING:
+    from thrifty.planner.memory import OptimizerModel, StepModel
+    from thrifty.planner.program import Program, Rows
+
+
+def _blocks(bits: int, states: int, block: int, least: int = 4096) -> Callable[[tuple[int, ...], str], int]:
+    """State of `states` moments of `bits` bits with one float32 scale for each block; small tensors stay in float32."""
+
+    def state_bytes(shape: tuple[int, ...], dtype: str) -> int:
+        elements = int(np.prod(shape))
+        if elements < least:
+            return elements * 4 * states
+        return states * (elements * bits // 8 + -(-elements // block) * 4)
+
+    return state_bytes
+
+
+def _plain(nbytes: int) -> Callable[[tuple[int, ...], str], int]:
+    return lambda shape, dtype: int(np.prod(shape)) * nbytes
+
+
+# Optimizers of `TrainingArguments.optim` whose steps read values and so cannot be traced. bitsandbytes: blocks of 256;
+# torchao: blocks of 256 in 8 bits and 128 in 4 bits.
+CLOSED_FORMS = {
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), ClosedForm(_blocks(8, 2, 256))),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), ClosedForm(_blocks(8, 1, 256))),
+    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), ClosedForm(_blocks(8, 3, 256))),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"), ClosedForm(_plain(4))),
+    **dict.fromkeys(("paged_adamw_32bit",), ClosedForm(_plain(8))),
+    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), ClosedForm(_plain(12))),
+    "adamw_torch_8bit": ClosedForm(_blocks(8, 2, 256), "largest"),
+    "adamw_torch_4bit": ClosedForm(_blocks(4, 2, 128), "largest"),
+}
+
+
+@dataclass
+class Compiled:
+    """Cost functions of a structural class on one kind of device."""
+
+    step: StepModel
+    optimizer: OptimizerModel | ClosedForm
+    precision: str
+    """Of matrix products: fp32, tf32, bf16, fp16."""
+    fused: bool
+    """Whether torch.compile is on."""
+    _law_cache: dict[int, list[int]] = field(default_factory=dict, repr=False)
+
+    def moments(self, batch: np.ndarray, seq: int, *, later: bool) -> np.ndarray:
+        """Bytes at each moment that can be the peak, of the pass and of the update: (batches, moments, categories).
+
+        Args:
+            batch: (batches,) micro-batch sizes, all one or all above one: PyTorch takes other paths for one.
+            seq: Sequence length.
+            later: Whether gradients of earlier micro-batches exist (accumulation).
+        """
+        program, rows = self._rows(int(batch[0]), later)
+        times = program.insertions(self.step.layers)
+        weights, exists = rows.at(times)
+        sizes = program.class_bytes(batch, seq, times)
+        body = _by_category(weights[exists], sizes, program.category)
+        end = _by_category(rows.living_at_end(times)[None], sizes, program.category)
+        state, update = self._update
+        body[..., _OPTIMIZER] += state
+        return np.concatenate([body, end + update[None]], axis=1)
+
+    def phase(self, moment: int, batch: int, *, later: bool) -> str:
+        """Where in the step one of the moments is."""
+        program, rows = self._rows(batch, later)
+        times = program.insertions(self.step.layers)
+        references = rows.refs[rows.at(times)[1]]
+        if moment >= len(references):
+            return "optimizer: step"
+        number, event, last = references[moment].tolist()
+        return program.phase(number, event, int(times[program.dim[number]]) - 1 if last else 0, times)
+
+    def _program(self, batch: int) -> Program:
+        programs = self.step.programs
+        return programs["one" if batch == 1 and "one" in programs else "many"]
+
+    def _rows(self, batch: int, later: bool) -> tuple[Program, Rows]:
+        program = self._program(batch)
+        return program, program.accumulating_rows if later else program.rows
+
+    @cached_property
+    def _update(self) -> tuple[float, np.ndarray]:
+        """Bytes of optimizer state, and (moments, categories) of the update."""
+        if isinstance(self.optimizer, ClosedForm):
+            state, temporary = self.optimizer.cost(self.step.parameter_counts())
+            moment = np.zeros((1, len(CATEGORIES)))
+            moment[0, _OPTIMIZER], moment[0, _TEMPORARIES] = state, temporary
+            return float(state), moment
+        program = self.optimizer.program
+        times = program.insertions(self.optimizer.layers)
+        sizes = program.class_bytes(1, 1, times)
+        weights, exists = program.rows.at(times)
+        moments = _by_category(weights[exists], sizes[None], program.category)[0]
+        return float(program.rows.living_at_end(times) @ sizes), moments
+
+    def ops(self, batch: np.ndarray, seq: int) -> np.ndarray:
+        """Operations of one micro-batch: (batches, operations) of `OP_TYPE`. Batches as for `moments`."""
+        program = self._program(int(batch[0]))
+        times = program.insertions(self.step.layers)
+        counts: dict[tuple[int, int], float] = {}
+        for number, part in enumerate(program.stretches):
+            repeat = 1 if number == 0 else int(times[program.dim[number]])
+            at = np.flatnonzero(part.kind == OP)
+            for which, direction in zip(part.ident[at].tolist(), part.direction[at].tolist(), strict=True):
+                key = (self._laws(program)[which], direction)
+                counts[key] = counts.get(key, 0) + repeat
+        laws = np.array([law for law, _ in counts])
+        numbers = (
+            features(batch, seq) @ np.swapaxes(program.op_numbers[laws], 1, 2)
+            + (program.op_grown[laws] @ times)[:, None]
+        )
+        out = np.zeros((len(batch), len(laws)), OP_TYPE)
+        for column, ((law, direction), count) in enumerate(counts.items()):
+            out["name"][:, column], out["dtype"][:, column] = program.ops[law]
+            out["phase"][:, column], out["count"][:, column] = DIRECTIONS[direction], count
+        for index, name in enumerate(OP_FIELDS):
+            out[name] = numbers[..., index].T
+        return out
+
+    def _laws(self, program: Program) -> list[int]:
+        """For each operation the first one that is the same in all shapes."""
+        known = self._law_cache.get(id(program))
+        if known is None:
+            first: dict[Any, int] = {}
+            flat = [table.reshape(len(program.ops), -1) for table in (program.op_numbers, program.op_grown)]
+            rows = np.concatenate(flat, axis=1)
+            known = [first.setdefault((*program.ops[i], row.tobytes()), i) for i, row in enumerate(rows)]
+            self._law_cache[id(program)] = known
+        return known
+
+    @cached_property
+    def update_ops(self) -> np.ndarray | None:
+        """Operations of the update; None for an optimizer in closed form."""
+        if isinstance(self.optimizer, ClosedForm):
+            return None
+        program = self.optimizer.program
+        return operations(program, 1, 1, program.insertions(self.optimizer.layers))
+
+    @cached_property
+    def bytes(self) -> dict[str, int]:
+        """Parameters, gradients and optimizer state, and what fully sharded training gathers: a block and the largest
+        single parameter."""
+        counts = self.step.parameter_counts()
+        per_block = sum(g.nbytes * max(g.per_layer.values(), default=0) for g, _ in counts)
+        largest = max((g.nbytes for g, _ in counts), default=0)
+        return {
+            "parameters": sum(g.nbytes * n for g, n in counts),
+            "gradients": sum(g.nbytes * n for g, n in counts if g.trainable),
+            "optimizer": int(self._update[0]),
+            "gathered": per_block + largest,
+        }
+
+
+_OPTIMIZER, _TEMPORARIES = CATEGORIES.index("optimizer"), CATEGORIES.index("temporaries")
+
+
+def _by_category(rows: np.ndarray, sizes: np.ndarray, category: np.ndarray) -> np.ndarray:
+    """Bytes by category: counts (rows, classes) times sizes (batches, classes) give (batches, rows, categories)."""
+    out = np.zeros((len(sizes), len(rows), len(CATEGORIES)))
+    for index in np.unique(category).tolist():
+        at = np.flatnonzero(category == index)
+        out[..., index] = sizes[:, at] @ rows[:, at].T
+    return out

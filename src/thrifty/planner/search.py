@@ -1,0 +1,260 @@
+"""Every configuration that keeps the mathematics, by brute force.
+
+A configuration is a structural class, a division of the global batch into micro-batches, accumulation and devices, and
+a way of dividing the states among the devices. Classes are dry-run; the rest is arithmetic on arrays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from thrifty.errors import InputError, did_you_mean
+from thrifty.planner.compiled import Compiled
+from thrifty.planner.replay import ClosedForm
+from thrifty.planner.structure import Structure
+from thrifty.planner.time import BANDWIDTH_SHARE, TimeModel
+from thrifty.planner.trace import CATEGORIES
+
+if TYPE_CHECKING:
+    from thrifty.hardware.devices import Device
+    from thrifty.method import Method
+    from thrifty.planner.workload import Workload
+    from thrifty.recipe import Recipe
+
+SHARDINGS = ("none", "ddp", "zero1", "zero2", "zero3")
+"""How the states of N devices are divided: not at all; optimizer; and gradients; and parameters (ZeRO 3, FSDP)."""
+
+PARAMETERS, GRADIENTS, OPTIMIZER = (CATEGORIES.index(name) for name in ("parameters", "gradients", "optimizer"))
+# Seconds until a small collective has gone round one machine: what a launch and the ring's hops cost.
+_COLLECTIVE_SECONDS = 3e-5
+_DDP_BUCKET_BYTES = 25 * 2**20
+# Elements in the bucket in which DeepSpeed reduces gradients by default.
+_REDUCE_BUCKET = 500_000_000
+
+TABLE = np.dtype(
+    [
+        ("structure", "i4"),
+        ("micro_batch", "i8"),
+        ("accumulation", "i8"),
+        ("sharding", "i1"),
+        ("allocated", "f8"),
+        ("seconds", "f8"),
+    ]
+)
+"""One row a configuration: index of the class, index into `SHARDINGS`, peak bytes allocated, seconds of a step."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What dividing states does to the bytes of each category, and what it adds."""
+
+    factors: np.ndarray
+    """(categories,)"""
+    extra: float
+    """Bytes of buffers."""
+
+
+def sharding_scales(sharding: str, devices: int, states: dict[str, int], itemsize: int) -> Scales:
+    """Closed forms of Rajbhandari et al., "ZeRO", 2020, with the buffers that implementations hold.
+
+    Args:
+        sharding: One of `SHARDINGS`.
+        devices: How many.
+        states: Bytes of parameters, gradients, and what is gathered at a time.
+        itemsize: Bytes of one gradient element.
+    """
+    factors = np.ones(len(CATEGORIES))
+    extra = 0.0
+    if sharding == "ddp":
+        extra = float(states["gradients"])  # The flat buckets in which gradients are reduced.
+    if sharding in ("zero1", "zero2", "zero3"):
+        factors[OPTIMIZER] = 1 / devices
+        extra = float(min(states["gradients"], _REDUCE_BUCKET * itemsize))
+    if sharding in ("zero2", "zero3"):
+        factors[GRADIENTS] = 1 / devices
+    if sharding == "zero3":
+        factors[PARAMETERS] = 1 / devices
+        # The block at work and the next one, each with parameters, and the gradients of one.
+        extra = float(min(3 * states["gathered"], 2 * states["parameters"]))
+    return Scales(factors, extra)
+
+
+def zero_state_bytes(parameters: float, devices: int, stage: int, optimizer_bytes: float = 12.0) -> float:
+    """Bytes of model states a device in mixed precision: 2 for weights, 2 for gradients, K for the optimizer."""
+    if stage not in (0, 1, 2, 3):
+        raise InputError("ZeRO has the stages 0 to 3", key="stage", value=stage)
+    n = float(devices)
+    weights, gradients, states = (
+        2 / (n if stage > 2 else 1),
+        2 / (n if stage > 1 else 1),
+        optimizer_bytes / (n if stage else 1),
+    )
+    return parameters * (weights + gradients + states)
+
+
+def factorisations(global_batch: int, devices: int) -> list[tuple[int, int]]:
+    """All (micro-batch, accumulation) whose product with the devices is the global batch, smallest micro-batch first.
+
+    Raises:
+        InputError: The devices do not divide the global batch.
+    """
+    if global_batch < 1 or devices < 1:
+        raise InputError(
+            "must be at least 1",
+            key="global_batch" if global_batch < 1 else "devices",
+            value=min(global_batch, devices),
+        )
+    if global_batch % devices:
+        lower, upper = global_batch // devices * devices, -(-global_batch // devices) * devices
+        fix = f"{lower} or {upper}" if lower else str(upper)
+        raise InputError(f"cannot be divided among {devices} devices", key="global_batch", value=global_batch, fix=fix)
+    share = global_batch // devices
+    return [(micro, share // micro) for micro in range(1, share + 1) if share % micro == 0]
+
+
+def alternatives(workload: Workload, allow: Sequence[str]) -> list[Recipe]:
+    """The recipes to try: the user's own, and with every combination of declared choices.
+
+    Choices that leave the mathematics unchanged are free; the others need to be allowed, by name or by section.
+
+    Raises:
+        InputError: Something allowed is neither a method with choices nor a section.
+    """
+    from thrifty.method import registry
+    from thrifty.recipe import Recipe
+
+    base = Recipe.parse(workload.methods)
+    axes: list[list[Method | None]] = []
+    known = {n: registry.get(n).spec for n in registry.names() if registry.get(n).spec.choices}
+    sections = {spec.section for spec in known.values()}
+    for word in allow:
+        if word not in known and word not in sections and word != "all":
+            names = sorted({*known, *sections, "all"})
+            raise InputError(
+                f"unknown choice{did_you_mean(word, names)}", key="allow", value=word, fix="one of " + ", ".join(names)
+            )
+    for name, spec in known.items():
+        if name in base or (spec.tasks and workload.task not in spec.tasks):
+            continue
+        settings: list[Any] = list(spec.choices.get("free", ())) if spec.exact else []
+        if {name, spec.section, "all"} & set(allow):
+            settings += [
+                s for s in (*spec.choices.get("free", ()), *spec.choices.get("allow", ())) if s not in settings
+            ]
+        if settings:
+            axes.append([None, *(registry.get(name)(**s) for s in settings)])
+    return list(_combinations(base, axes))
+
+
+def _combinations(base: Recipe, axes: Sequence[Sequence[Method | None]]) -> Iterator[Recipe]:
+    from thrifty.recipe import Recipe
+
+    for chosen in itertools.product(*axes):
+        try:
+            yield Recipe([*base, *(method for method in chosen if method is not None)])
+        except InputError:
+            continue  # The methods' own declarations rule the combination out.
+
+
+class Evaluator:
+    """Evaluates configurations of compiled classes on one device.
+
+    Args:
+        workload: The run.
+        device: Profile.
+        devices: How many of them.
+    """
+
+    def __init__(self, workload: Workload, device: Device, devices: int = 1) -> None:
+        self.workload, self.device, self.devices = workload, device, devices
+
+    def shardings(self) -> list[str]:
+        """Ways to divide the states."""
+        return ["none"] if self.devices == 1 else list(SHARDINGS[1:])
+
+    def table(self, compiled: Sequence[Compiled | InputError], divisions: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Evaluates every combination of classes, divisions of the batch and shardings; an array of `TABLE`."""
+        parts = [
+            self._of_class(index, one, divisions) for index, one in enumerate(compiled) if isinstance(one, Compiled)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, TABLE)
+
+    def _of_class(self, index: int, compiled: Compiled, divisions: Sequence[tuple[int, int]]) -> np.ndarray:
+        parts = []
+        shardings = self.shardings()
+        for one in (True, False):
+            for later in (True, False):
+                some = [(m, a) for m, a in divisions if (m == 1) == one and (a > 1) == later]
+                if not some:
+                    continue
+                micro, accumulation = (np.array(column) for column in zip(*some, strict=True))
+                moments = compiled.moments(micro, self.workload.seq_len, later=later)
+                times = self.times(compiled, micro)
+                for sharding in shardings:
+                    rows = np.zeros(len(some), TABLE)
+                    rows["structure"], rows["sharding"] = index, SHARDINGS.index(sharding)
+                    rows["micro_batch"], rows["accumulation"] = micro, accumulation
+                    scales = self.scales(compiled, sharding)
+                    rows["allocated"] = (moments @ scales.factors).max(-1) + scales.extra + self.device.workspace_bytes
+                    rows["seconds"] = self.step_seconds(compiled, times, accumulation, sharding)
+                    parts.append(rows)
+        return np.concatenate(parts)
+
+    def scales(self, compiled: Compiled, sharding: str) -> Scales:
+        """What a sharding does to this class."""
+        itemsize = 4 if self.workload.dtype == "float32" else 2
+        return sharding_scales(sharding, self.devices, compiled.bytes, itemsize)
+
+    def times(self, compiled: Compiled, micro: np.ndarray) -> Any:
+        """`StepTime` of one micro-batch for each size."""
+        model = TimeModel(self.device, tf32=compiled.precision == "tf32", causal=self.workload.causal)
+        return model.step(compiled.ops(micro, self.workload.seq_len), fused=compiled.fused)
+
+    def step_seconds(self, compiled: Compiled, times: Any, accumulation: np.ndarray, sharding: str) -> np.ndarray:
+        """Seconds of whole optimizer steps: micro-batches, update, and what communication adds."""
+        states, n = compiled.bytes, self.devices
+        share = 1 if sharding in ("none", "ddp") else n
+        update = self._update_seconds(compiled) / share
+        compute = accumulation * times.seconds
+        if n == 1:
+            return compute + update
+        ring = (n - 1) / n / self.device.link_bandwidth
+        if sharding == "zero3":
+            # Parameters are gathered for each pass and gradients scattered, at every micro-batch, behind the
+            # computation.
+            traffic = ring * (2 * states["parameters"] + states["gradients"])
+            waits = 3 * sum(compiled.step.layers.values()) * _COLLECTIVE_SECONDS
+            return np.maximum(compute, accumulation * traffic) + accumulation * waits + update
+        # Gradients are reduced once a step behind its last backward pass; a divided optimizer sends the weights back.
+        reduce = 2 * ring * states["gradients"]
+        waits = -(-states["gradients"] // _DDP_BUCKET_BYTES) * _COLLECTIVE_SECONDS
+        return compute + np.maximum(0.0, reduce - times.backward_seconds) + waits + update
+
+    def _update_seconds(self, compiled: Compiled) -> float:
+        ops = compiled.update_ops
+        if ops is not None and len(ops):
+            return float(TimeModel(self.device).step(ops).seconds[0])
+        if isinstance(compiled.optimizer, ClosedForm):
+            states = compiled.bytes
+            # Reads weights, gradients and states, and writes weights and states.
+            moved = 3 * states["gradients"] + 2 * states["optimizer"]
+            return moved / (self.device.bandwidth * BANDWIDTH_SHARE)
+        return 0.0
+
+
+def pareto(memory: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Indices of the configurations that no other beats in both, by ascending memory."""
+    order = np.lexsort((seconds, memory))
+    best = np.minimum.accumulate(seconds[order])
+    first = np.append(True, best[1:] < best[:-1])
+    return order[first]
+
+
+def structures_for(workload: Workload, recipes: Sequence[Recipe], device: Device) -> list[Structure]:
+    """One class for each recipe."""
+    return [Structure(workload, recipe, device) for recipe in recipes]

@@ -1,0 +1,346 @@
+"""Structural classes: configurations that run the same graph, so that one dry run serves them all.
+
+Methods, data type, attention and task decide the graph; micro-batch, accumulation, number of devices and the way their
+states are divided do not. A class is compiled once and kept on disk by the hash of everything that decides it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from thrifty.errors import InputError, NotApplicable
+from thrifty.planner.compiled import CLOSED_FORMS, Compiled
+from thrifty.planner.program import Rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from thrifty.hardware.devices import Device
+    from thrifty.planner.memory import StepModel
+    from thrifty.planner.step import Step
+    from thrifty.planner.workload import Workload
+    from thrifty.recipe import Recipe
+
+CACHE_FORMAT = 1
+_PROBE_BLOCKS = 8
+
+
+class Structure:
+    """One structural class.
+
+    Args:
+        workload: The run.
+        recipe: Its methods, choices included.
+        device: Decides the kernels that run.
+    """
+
+    def __init__(self, workload: Workload, recipe: Recipe, device: Device) -> None:
+        self.workload, self.recipe, self.device = workload, recipe, device
+
+    @cached_property
+    def key(self) -> str:
+        """Hash of everything that decides the graph."""
+        import torch
+        import transformers
+
+        config = self.workload.config.to_dict()
+        content = [
+            CACHE_FORMAT, torch.__version__, transformers.__version__, _own_version(), config, self.workload.task,
+            self.workload.dtype, self.workload.padded, self.workload.attn_implementation, self.recipe.to_config(),
+            {k: v for k, v in self.workload.arguments.items() if k in _GRAPH_ARGUMENTS}, self._dialect, self._attention,
+            self._seq_regime,
+        ]  # fmt: skip
+        return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+    @property
+    def _dialect(self) -> str:
+        return "cpu" if self.device.kind == "cpu" else "cuda"
+
+    @property
+    def _attention(self) -> str:
+        return self.device.attention[0]
+
+    @property
+    def _seq_regime(self) -> list[int]:
+        """Where the sequence lies among the lengths at which the graph changes."""
+        from thrifty.planner.step import hf_step
+
+        step = hf_step(self.workload.config, self.workload.task)
+        return [step.fixed_seq or 0, *(int(limit <= self.workload.seq_len) for limit in step.seq_breaks)]
+
+    def compile(self) -> Compiled:
+        """Dry-runs the class, or reads an earlier dry run.
+
+        Raises:
+            NotApplicable: A method cannot work on this model.
+            InputError: The class cannot be dry-run.
+        """
+        from thrifty.planner.fit import compile_optimizer, compile_step
+        from thrifty.planner.memory import OptimizerModel, StepModel
+
+        self.check_device()
+        arguments = self.arguments
+        optim = str(getattr(arguments["optim"], "value", arguments["optim"]))
+        closed = CLOSED_FORMS.get(optim) if self.recipe.owner("optimizer") is None else None
+        folder = _cache_folder()
+        step_file, update_file = folder / f"{self.key}.step.npz", folder / f"{self.key}.update.npz"
+        # The step's file is written last of its own two, so that it vouches for the rows.
+        if step_file.exists() and (closed is not None or update_file.exists()):
+            model = StepModel.load(step_file)
+            _load_rows(model, folder / f"{self.key}.rows.npz")
+            optimizer = closed or OptimizerModel.load(update_file)
+        else:
+            step = self.step()
+            model = compile_step(step, seq=self.workload.seq_len)
+            optimizer = closed or compile_optimizer(step)
+            folder.mkdir(parents=True, exist_ok=True)
+            _save_rows(model, folder / f"{self.key}.rows.npz")
+            _write(model.save, step_file)
+            if isinstance(optimizer, OptimizerModel):
+                _write(optimizer.save, update_file)
+        return Compiled(model, optimizer, self.precision, bool(arguments["torch_compile"]))
+
+    def check_device(self) -> None:
+        """Refuses a precision that the device has no units for.
+
+        Raises:
+            NotApplicable: A method asks for it.
+        """
+        have = {"bf16": self.device.supports_bf16, "fp16": self.device.supports_fp16 or self.device.kind == "cpu"}
+        have["tf32"] = self.device.supports_tf32
+        for name, supported in have.items():
+            if self.arguments.get(name) and not supported:
+                known = ", ".join(self.device.peak_flops)
+                raise NotApplicable(
+                    f"{self.device.name} has no {name} units", key="precision", value=name, fix=f"it has: {known}"
+                )
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The `TrainingArguments` fields that decide the cost, after the methods have set theirs."""
+        ctx = self.context()
+        values = {key: getattr(ctx.args, key) for key in _GRAPH_ARGUMENTS if hasattr(ctx.args, key)}
+        values["checkpointing_kwargs"] = None
+        for method in self.recipe.using("configure"):
+            values.update(method.configure(ctx.args, ctx))
+        for name in ("activation_checkpointing", "gradient_checkpointing"):
+            values["checkpointing"] = bool(values.get("checkpointing")) or bool(values.get(name))
+        return values
+
+    @property
+    def precision(self) -> str:
+        """Of matrix products."""
+        if self.arguments.get("bf16") or self.workload.dtype == "bfloat16":
+            return "bf16"
+        if self.arguments.get("fp16") or self.workload.dtype == "float16":
+            return "fp16"
+        return "tf32" if self.arguments.get("tf32") else "fp32"
+
+    def context(self) -> Any:
+        """What the methods' hooks are given in a dry run."""
+        from transformers import TrainingArguments
+
+        from thrifty.context import Context
+
+        args = copy.copy(_plain_arguments(TrainingArguments))
+        for key, value in self.workload.arguments.items():
+            if key in _GRAPH_ARGUMENTS:
+                object.__setattr__(args, key, value)
+        object.__setattr__(args, "max_steps", self.workload.arguments.get("max_steps") or 1000)
+        task = None
+        if self.workload.task != "seq2seq-lm":
+            from thrifty import tasks
+
+            task = tasks.get(self.workload.task)
+        return Context(args=args, task=task, planning=True, total_steps=args.max_steps)
+
+    def step(self) -> Step:
+        """The training step as the tracer runs it."""
+        import dataclasses
+
+        import torch
+
+        from thrifty.planner.step import hf_step
+
+        arguments, workload = self.arguments, self.workload
+        autocast = torch.bfloat16 if arguments.get("bf16") else torch.float16 if arguments.get("fp16") else None
+        clip = arguments.get("max_grad_norm")
+        step = hf_step(
+            workload.config, workload.task, dtype=getattr(torch, workload.dtype), padded=workload.padded,
+            attn_implementation=workload.attn_implementation, transform_model=self._transform,
+            compute_loss=self._loss(),
+            build_optimizer=self.build_optimizer, autocast=autocast, fp32_outputs=autocast is not None,
+            dialect=self._dialect, attention=self._attention, clip_grad_norm=clip if clip and clip > 0 else None,
+        )  # fmt: skip
+        return dataclasses.replace(step, units=self._units(step))
+
+    def _transform(self, model: nn.Module) -> nn.Module:
+        """What training does to the model before the optimizer exists."""
+        import torch
+        from transformers import TrainerControl, TrainerState
+
+        from thrifty.planner.step import enable_checkpointing
+
+        ctx = self.context()
+        for method in self.recipe.using("prepare_model"):
+            model = method.prepare_model(model, ctx)
+        if self.arguments["checkpointing"]:
+            enable_checkpointing(model)
+        starting = self.recipe.using("on_train_begin")
+        if starting:
+            # Some look at the optimizer: it gets one without state, which is then forgotten.
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+            for method in starting:
+                method.on_train_begin(ctx.args, TrainerState(), TrainerControl(), model=model, optimizer=optimizer)
+        return model
+
+    def _loss(self) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
+        from thrifty.planner.step import outputs_loss
+
+        wrappers = self.recipe.using("wrap_loss")
+        if not wrappers:
+            return outputs_loss
+        ctx = self.context()
+
+        def chain(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            return outputs_loss(model, inputs)
+
+        for method in reversed(wrappers):
+            chain = method.wrap_loss(chain, ctx)
+        return chain
+
+    def build_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer that the recipe or `optim` asks for."""
+        from transformers import Trainer
+
+        ctx = self.context()
+        names = [f"p{i}" for i in range(len(parameters))]
+        groups: list[dict[str, Any]] = [{"params": parameters, "names": names, "weight_decay": 0.0}]
+        owner = self.recipe.owner("optimizer")
+        if owner is not None:
+            return owner.build_optimizer(groups, ctx)
+        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(ctx.args)
+        if self._dialect == "cuda" and cls.__module__.startswith("torch.optim") and not kwargs.get("fused"):
+            # On CUDA torch takes the multi-tensor form by default; fake tensors look like a CPU's.
+            kwargs = {**kwargs, "foreach": True}
+        return cls([{"params": parameters}], **kwargs)
+
+    def _units(self, step: Step) -> Mapping[str, int]:
+        """The period of each count of blocks, with what the methods did to single blocks."""
+        from torch import nn
+
+        counts = {
+            name: min(full, max(_PROBE_BLOCKS, 2 * step.units.get(name, 1))) for name, full in step.layers.items()
+        }
+        counts = {
+            n: c - (c - step.layers[n]) % step.units.get(n, 1) if c < step.layers[n] else c for n, c in counts.items()
+        }
+        model = step.prepared_model(counts)
+        longest = 1
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) > 1:
+                longest = max(longest, _period([_signature(block) for block in module]))
+        return {name: max(unit, longest) for name, unit in {n: step.units.get(n, 1) for n in step.layers}.items()}
+
+
+def compile_all(structures: Sequence[Structure], processes: int = 2) -> list[Compiled | InputError]:
+    """Compiles several classes, on several cores where many are new; what cannot work is returned as its error."""
+    from thrifty.planner.fit import compile_many
+
+    missing = [s for s in structures if not (_cache_folder() / f"{s.key}.step.npz").exists()]
+
+    def fill(structure: Structure) -> Callable[[], Any]:
+        def run() -> None:
+            try:
+                structure.compile()
+            except InputError:
+                return  # Raised again, with its message, when the class is compiled in this process.
+
+        return run
+
+    if len(missing) > 2 and processes > 1:
+        compile_many([fill(structure) for structure in missing], processes)
+    found: list[Compiled | InputError] = []
+    for structure in structures:
+        try:
+            found.append(structure.compile())
+        except InputError as error:
+            found.append(error)
+    return found
+
+
+_GRAPH_ARGUMENTS = (
+    "bf16", "fp16", "tf32", "optim", "optim_args", "optim_target_modules", "max_grad_norm", "torch_compile",
+    "gradient_checkpointing", "activation_checkpointing", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "weight_decay", "label_smoothing_factor",
+)  # fmt: skip
+_PLAIN: dict[type, Any] = {}
+
+
+def _plain_arguments(cls: type) -> Any:
+    if cls not in _PLAIN:
+        _PLAIN[cls] = cls(output_dir="unused", use_cpu=True, report_to=[])
+    return _PLAIN[cls]
+
+
+def _signature(block: nn.Module) -> tuple[Any, ...]:
+    shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in block.named_parameters())
+    kinds = tuple(type(m).__name__ for m in block.modules())
+    return kinds, shapes, getattr(block, "gradient_checkpointing", None)
+
+
+def _period(values: list[Any]) -> int:
+    for unit in range(1, len(values)):
+        if all(values[i] == values[i - unit] for i in range(unit, len(values))):
+            return unit
+    return max(1, len(values))
+
+
+def _own_version() -> str:
+    from thrifty import __version__
+
+    return __version__
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("THRIFTY_CACHE") or Path.home() / ".cache" / "thrifty"
+    return Path(root) / "planner"
+
+
+def _write(save: Callable[[Path], Any], path: Path) -> None:
+    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp.npz")
+    save(temporary)
+    os.replace(temporary, path)
+
+
+_ROW_SETS = ("rows", "accumulating_rows")
+
+
+def _save_rows(model: StepModel, path: Path) -> None:
+    """Keeps the pruned moments beside the programs: finding them takes longer than reading them."""
+    arrays = {
+        f"{name}/{which}/{part.name}": getattr(getattr(program, which), part.name)
+        for name, program in model.programs.items()
+        for which in _ROW_SETS
+        for part in fields(Rows)
+    }
+    _write(lambda file: np.savez(file, **arrays), path)  # type: ignore[arg-type]
+
+
+def _load_rows(model: StepModel, path: Path) -> None:
+    with np.load(path, allow_pickle=False) as archive:
+        for name, program in model.programs.items():
+            for which in _ROW_SETS:
+                # Fills the cached property.
+                program.__dict__[which] = Rows(**{p.name: archive[f"{name}/{which}/{p.name}"] for p in fields(Rows)})
