@@ -58,7 +58,7 @@ def method_page(cls: type[Method]) -> str:
         "result loads as": spec.saves_as.replace("_", " "),
         "slot": ", ".join(spec.claims) or "none",
         "tasks": ", ".join(spec.tasks) or "all",
-        "cannot be combined with": "; ".join(f"{other} ({why})" for other, why in spec.conflicts_with.items()) or "none",
+        "cannot be combined with": "; ".join(f"{k} ({why})" for k, why in spec.conflicts_with.items()) or "none",
     }
     lines += [f"- {key}: {value}" for key, value in facts.items()] + [""]
     module = sys.modules[cls.__module__]

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import yaml
+
+import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -51,7 +52,9 @@ def test_readme_python_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     code = blocks(ROOT / "README.md", "python")[0].replace("max_steps=1000", "max_steps=2, use_cpu=True, report_to=[]")
-    samples = [{k: v for k, v in s.items() if k != "sample_id"} for s in tiny.text_samples() if len(s["input_ids"]) == 12]
+    samples = [
+        {k: v for k, v in s.items() if k != "sample_id"} for s in tiny.text_samples() if len(s["input_ids"]) == 12
+    ]
     exec(compile(code, "README.md", "exec"), {"model": tiny.llama(), "dataset": samples})
     assert (tmp_path / "out" / "model.safetensors").exists()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 
 import pytest
-import tiny
 import torch
 from transformers import TrainerCallback
 
+import tiny
 from thrifty.methods.growth.stacking import stack
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/soak/kill.py --kills 200 --out benchmarks/results/soak-kills.json
 
-Each recipe runs once without interruption. Then the same run is started again and again: every child is killed after its
-first optimizer step, at least a third of them while a checkpoint is being written, and the next child resumes from the
-newest complete checkpoint. When a chain of kills comes to its end, weights and losses must equal those of the unbroken
+Each recipe runs once without interruption. Then the same run is started again and again: every child is killed after
+its first optimizer step, many of them while a checkpoint is being written, and the next child resumes from the newest
+complete checkpoint. When a chain of kills comes to its end, weights and losses must equal those of the unbroken
 run. Children are forked from a process that has imported everything, so that a kill costs a second, not ten.
 """
 
@@ -27,9 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-import tiny
 from transformers import TrainerCallback
 
+import tiny
 from thrifty.safety.store import CheckpointStore
 
 STEPS = 24
@@ -105,7 +105,9 @@ def ended(pid: int) -> int | None:
     return None if done == 0 else status
 
 
-def kill_once(folder: Path, recipe: list[Any], beacon: Path, rng: random.Random, in_save: bool) -> dict[str, Any] | None:
+def kill_once(
+    folder: Path, recipe: list[Any], beacon: Path, rng: random.Random, in_save: bool
+) -> dict[str, Any] | None:
     """Starts a child and kills it. Returns what was hit, or None where the child came to its end first."""
     pid = start(folder, recipe, beacon)
     while not beacon.exists():

@@ -95,9 +95,7 @@ CLASSES = rows({"text": "good", "label": 0}, {"text": "bad", "label": 1}, *[{"te
 FAULTS: dict[str, Fault] = {
     "missing file": Fault(sets(train_file="nowhere.jsonl"), ("train_file", "nowhere.jsonl"), real=True),
     "empty file": Fault(data("empty.jsonl", ""), ("train_file", "empty.jsonl")),
-    "wrong columns": Fault(
-        data("columns.jsonl", rows(*[{"a": 1, "b": 2}] * 40)), ("columns a, b", "text_column")
-    ),
+    "wrong columns": Fault(data("columns.jsonl", rows(*[{"a": 1, "b": 2}] * 40)), ("columns a, b", "text_column")),
     "broken JSON line": Fault(
         data("broken.jsonl", rows({"text": "one"}) + '{"text": "two\n'), ("train_file", "broken.jsonl", "2"), real=True
     ),

@@ -12,9 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import tiny
 import torch
 import torch.distributed as dist
+
+import tiny
 
 
 def work(job: dict) -> dict:

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from thrifty.errors import NotApplicable
 from thrifty.method import registry
 

@@ -6,10 +6,10 @@ import os
 import signal
 
 import pytest
-import tiny
 import torch
 from transformers import TrainerCallback
 
+import tiny
 from thrifty.errors import InputError
 from thrifty.safety.numbers import NonFinite
 from thrifty.safety.options import Guards

@@ -1,0 +1,84 @@
+"""Calibration of this machine, for a second in place of twenty."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from thrifty.errors import InputError
+from thrifty.hardware import calibrate as measuring
+from thrifty.hardware.devices import get_device
+from thrifty.planner.replay import OP_TYPE
+from thrifty.planner.time import TimeModel
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THRIFTY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(measuring, "_ELEMENTS", (1 << 12, 1 << 16))
+        patch.setattr(measuring, "_PRODUCTS", ((64, 128, 128), (128, 256, 128)))
+        patch.setattr(measuring, "_ATTENTION", ((4, 64, 32),))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        found = measuring.calibrate("cpu", seconds=0.5)
+        torch.set_num_threads(threads)
+        yield found, get_device("cpu")
+
+
+def test_everything_is_measured_and_positive(measured) -> None:
+    found, _ = measured
+    assert found["overhead_seconds"] > 0
+    assert found["fresh_page_seconds"] >= 0
+    for table in found["products"].values():
+        assert all(seconds > 0 for *_, seconds in table)
+    for kernel, table in found["kernels"].items():
+        assert all(seconds > 0 for points in table.values() for _, seconds in points), kernel
+
+
+def test_it_is_found_again_with_the_device(measured) -> None:
+    found, device = measured
+    assert device.calibration is not None
+    assert device.calibration["date"] == found["date"]
+
+
+def test_larger_operations_take_longer(measured) -> None:
+    _, device = measured
+    model = TimeModel(device, causal=True)
+    ops = np.zeros((2, 1), OP_TYPE)
+    ops["name"], ops["dtype"], ops["count"] = "aten.mm", "float32", 1
+    ops["m"][:, 0] = ops["n"][:, 0] = ops["k"][:, 0] = (64, 1024)
+    ops["b"] = 1
+    ops["flops"] = 2 * ops["m"] * ops["n"] * ops["k"]
+    seconds = model.step(ops).seconds
+    assert seconds[1] > 100 * (seconds[0] - model.overhead)
+
+
+def test_a_measured_product_is_predicted_as_measured(measured) -> None:
+    found, device = measured
+    m, n, k, seconds = found["products"]["float32"][1]
+    ops = np.zeros((1, 1), OP_TYPE)
+    ops["name"], ops["dtype"], ops["b"] = "aten.mm", "float32", 1
+    ops["m"], ops["n"], ops["k"], ops["flops"] = m, n, k, 2 * m * n * k
+    assert TimeModel(device).kernels(ops)[0, 0] == pytest.approx(seconds, rel=0.2)
+
+
+def test_forgetting(measured, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
+    assert measuring.forget_calibration("cpu") is False
+    assert measuring.stored_calibration("cpu") is None
+
+
+def test_a_damaged_file_is_answered(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration" / "cpu.json").write_text("{")
+    with pytest.raises(InputError, match="damaged calibration"):
+        get_device("cpu")
+
+
+def test_a_device_that_cannot_be_measured() -> None:
+    with pytest.raises(InputError):
+        measuring.calibrate("tpu")
