@@ -1,7 +1,7 @@
 """Every private name of torch and transformers that the planner leans on, and a canary that notices when one moves.
 
-The planner runs the training step on fake tensors. Both libraries treat fake tensors as "being compiled", which is not what
-a training run does, so some of their internal choices are put back here.
+The planner runs the training step on fake tensors. Both libraries treat fake tensors as "being compiled", which is not
+what a training run does, so some of their internal choices are put back here.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def run_backward(loss: torch.Tensor, gradient: torch.Tensor | None = None) -> No
 def real_masks(*, padded: bool) -> Iterator[None]:
     """Makes transformers choose attention masks for fake tensors as it would for real ones.
 
-    It builds the full mask whenever it sees a fake tensor, since it must not read the values. A real batch without padding
-    takes `is_causal=True` and no mask at all, which is another kernel and other memory.
+    It builds the full mask whenever it sees a fake tensor, since it must not read the values. A real batch without
+    padding takes `is_causal=True` and no mask at all, which is another kernel and other memory.
 
     Args:
         padded: Whether the batch holds padding, that is whether a mask would really be built.
@@ -68,7 +68,7 @@ def real_masks(*, padded: bool) -> Iterator[None]:
 
     def read(mask: torch.Tensor | None, *, by_sum: bool) -> None:
         if mask is not None:
-            mask.sum() == mask.numel() if by_sum else mask.all()  # noqa: B015
+            mask.sum() == mask.numel() if by_sum else mask.all()
 
     def ignore_causal_mask(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
         if padded and padding_mask is not None:

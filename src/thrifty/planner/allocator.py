@@ -1,8 +1,8 @@
 """A simulator of PyTorch's CUDA caching allocator: how much it reserves for a given order of allocations and frees.
 
-It follows c10/cuda/CUDACachingAllocator.cpp: sizes in multiples of 512 bytes; a pool for blocks up to 1 MiB, served from 2 MiB
-segments, and one for larger blocks, served from segments of 20 MiB or, above 10 MiB, of the size rounded to 2 MiB; best fit;
-blocks are split if enough remains and merged with free neighbours when freed; segments are kept.
+It follows c10/cuda/CUDACachingAllocator.cpp: sizes in multiples of 512 bytes; a pool for blocks up to 1 MiB, served
+from 2 MiB segments, and one for larger blocks, served from segments of 20 MiB or, above 10 MiB, of the size rounded to
+2 MiB; best fit; blocks are split if enough remains and merged with free neighbours when freed; segments are kept.
 """
 
 from __future__ import annotations
@@ -212,13 +212,14 @@ def simulate(
         ident: (events,) which allocation.
         nbytes: (events,) signed bytes: positive allocates, negative frees.
         start: Events before this one happen once; what they allocate lives through all steps.
-        late: Allocations before `start` that come into being only at the end of the first step: optimizer state, which then
+        late: Allocations before `start` that come into being only at the end of the first step: optimizer state, which
+            then
             takes gaps among the cached activations.
         steps: How often the rest is replayed. What a step leaves allocated (gradients) is freed at its end.
         options: Settings of the allocator.
     """
     allocator = CachingAllocator(options)
-    sequence = [(int(i), int(round(n))) for i, n in zip(ident.tolist(), nbytes.tolist(), strict=True)]
+    sequence = [(int(i), round(n)) for i, n in zip(ident.tolist(), nbytes.tolist(), strict=True)]
     for name, size in sequence[:start]:
         if name not in late:
             allocator.allocate(name, size)

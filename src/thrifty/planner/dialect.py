@@ -1,7 +1,7 @@
 """The CUDA dialect: makes a step on fake CPU tensors run the operations that CUDA would run.
 
-Fake CPU tensors take CPU kernels: float dropout masks, another attention kernel, another list of operations that autocast
-keeps in float32. This function mode replaces those calls by what CUDA does.
+Fake CPU tensors take CPU kernels: float dropout masks, another attention kernel, another list of operations that
+autocast keeps in float32. This function mode replaces those calls by what CUDA does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ aten = torch.ops.aten
 # What torch/csrc autocast for CUDA runs in float32 and autocast for CPU does not. By name, since each has several entry
 # points (torch.exp, Tensor.exp, F.softmax, ...).
 _FP32_ON_CUDA = {
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
-    "pow", "__pow__", "__rpow__", "softplus", "layer_norm", "group_norm", "norm", "softmax", "log_softmax", "softmin",
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan",
+    "pow", "__pow__", "__rpow__",
+    "softplus", "layer_norm", "group_norm", "norm", "softmax", "log_softmax", "softmin",
     "cumsum", "cumprod", "prod", "sum", "nll_loss", "cross_entropy", "cosine_similarity", "cosine_embedding_loss",
     "poisson_nll_loss", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss",
     "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
@@ -31,16 +33,18 @@ _FP32_ON_CUDA = {
 }  # fmt: skip
 # What autocast runs in lower precision, on every device.
 _LOWER_PRECISION = {
-    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "einsum", "conv1d",
-    "conv2d", "conv3d", "scaled_dot_product_attention",
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "einsum",
+    "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention",
 }  # fmt: skip
 # What autocast runs in the widest type among the inputs.
 _WIDEST = {"cat", "stack"}
 # What autocast for the CPU runs in float32.
 _FP32_ON_CPU = {
-    "binary_cross_entropy", "prod", "mse_loss", "cosine_embedding_loss", "nll_loss", "cross_entropy", "kl_div", "l1_loss",
+    "binary_cross_entropy", "prod", "mse_loss", "cosine_embedding_loss", "nll_loss", "cross_entropy", "kl_div",
+    "l1_loss",
     "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss",
-    "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss", "poisson_nll_loss", "cdist",
+    "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss", "poisson_nll_loss",
+    "cdist",
 }  # fmt: skip
 _HALF = (torch.float16, torch.bfloat16)
 # The memory-efficient kernel reads its bias in rows of this many elements.
@@ -85,7 +89,11 @@ class Dialect(TorchFunctionMode):
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._lower, value))
         dtype = torch.get_autocast_dtype("cpu")
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
+        if (
+            not isinstance(value, torch.Tensor)
+            or not value.is_floating_point()
+            or value.dtype in (dtype, torch.float64)
+        ):
             return value
         if value.dtype != torch.float32 or not value.requires_grad or not value.is_leaf or value._is_view():
             return value.to(dtype)
@@ -114,7 +122,8 @@ class CudaDialect(Dialect):
     """While active, attention, dropout and autocast take the form they have on a CUDA device.
 
     Args:
-        attention: The kernel that SDPA chooses there: `flash` (where the inputs allow it, else efficient), `efficient`, `math`.
+        attention: The kernel that SDPA chooses there: `flash` (where the inputs allow it, else efficient), `efficient`,
+            `math`.
         meta: Whether tensors are on `meta`.
     """
 
@@ -201,7 +210,7 @@ def _attend_on_cpu(
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, cuda: bool) -> Any:
-    """Runs a dispatched operation on tensors without values, where needed with the output that the device's kernel makes."""
+    """Runs a dispatched operation without values, where needed with the output that the device's kernel makes."""
     if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         return _grouped_product(args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None))
     out = func(*args, **kwargs)
@@ -214,8 +223,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, cuda: 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
     """Makes the output of `torch._grouped_mm` for types that its shape function refuses and its kernels accept.
 
-    Shapes: (rows, k) x (groups, k, n) gives (rows, n); (m, rows) x (rows, n) with offsets gives (groups, m, n); rows of the
-    output are padded to 16 bytes.
+    Shapes: (rows, k) x (groups, k, n) gives (rows, n); (m, rows) x (rows, n) with offsets gives (groups, m, n); rows of
+    the output are padded to 16 bytes.
     """
     if left.dim() == 2 and right.dim() == 2:
         assert offsets is not None

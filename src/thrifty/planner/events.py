@@ -1,7 +1,8 @@
 """How a trace grows with the number of equal blocks: which stretches of events one more block inserts, and where.
 
-Two traces, one with one block more, are aligned. What is left over are a few contiguous stretches: the forward pass of one
-block, its backward pass, its parameters, its part of the optimizer step. Repeating each of them gives the trace of any depth.
+Two traces, one with one block more, are aligned. What is left over are a few contiguous stretches: the forward pass of
+one block, its backward pass, its parameters, its part of the optimizer step. Repeating each of them gives the trace of
+any depth.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Chunk:
         dim: Name of the count, e.g. `num_hidden_layers`.
         position: It goes before the base trace's event of this index.
         events: (n,) indices of its events in the larger trace.
-        like: (n,) for allocations, frees and operations: the index of the allocation or operation of the base trace that it
+        like: (n,) for allocations, frees and operations: the index of the allocation or operation of the base trace
+            that it
             equals.
     """
 
@@ -54,7 +56,9 @@ class Growth:
     grown_ops: dict[int, np.ndarray] = field(default_factory=dict)
 
 
-def signatures(trace: Trace, table: dict[tuple[object, ...], int], sizeless: Collection[tuple[bool, str]] = ()) -> np.ndarray:
+def signatures(
+    trace: Trace, table: dict[tuple[object, ...], int], sizeless: Collection[tuple[bool, str]] = ()
+) -> np.ndarray:
     """Returns (events,) integers that are equal where events look the same.
 
     Args:
@@ -68,9 +72,7 @@ def signatures(trace: Trace, table: dict[tuple[object, ...], int], sizeless: Col
 
     allocations = [
         number((source, category, None if (False, source) in sizeless else nbytes))
-        for source, category, nbytes in zip(
-            trace.source, trace.category.tolist(), trace.nbytes.tolist(), strict=True
-        )
+        for source, category, nbytes in zip(trace.source, trace.category.tolist(), trace.nbytes.tolist(), strict=True)
     ]
     operations = [
         number((name, dtype, None if (True, name) in sizeless else tuple(numbers)))

@@ -1,12 +1,11 @@
 """From traces of a small model to a cost function of the full one.
 
-A step is traced with two blocks for a few batch shapes, and once with one block more. Every size is then a law in batch and
-sequence length (almost always a single product such as 4096 * B * S), and every further block a repetition.
+A step is traced with two blocks for a few batch shapes, and once with one block more. Every size is then a law in batch
+and sequence length (almost always a single product such as 4096 * B * S), and every further block a repetition.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,11 +14,13 @@ from multiprocessing import get_context
 import numpy as np
 
 from thrifty.planner.events import Growth, TraceMismatch, growth
+from thrifty.planner.laws import fit_laws
 from thrifty.planner.memory import OptimizerModel, ParameterGroup, StepModel
 from thrifty.planner.opcost import OP_FIELDS
-from thrifty.planner.program import FEATURES, Program, Stretch, features
+from thrifty.planner.program import FEATURES, Program, Stretch
 from thrifty.planner.step import Step
-from thrifty.planner.trace import OP, StepTracer, Trace
+from thrifty.planner.trace import OP, Trace
+from thrifty.planner.tracer import StepTracer
 
 Point = tuple[int, int]
 _SINGLE_NUMBER = 16
@@ -42,7 +43,9 @@ class Tracers:
     def get(self, dim: str = "", *, meta: bool = False) -> StepTracer:
         """Returns the tracer of the base model, or of one with a further period of the blocks `dim`."""
         if (dim, meta) not in self._built:
-            counts = {name: count + (self.step.units.get(name, 1) if name == dim else 0) for name, count in self.base.items()}
+            counts = {
+                name: count + (self.step.units.get(name, 1) if name == dim else 0) for name, count in self.base.items()
+            }
             self._built[dim, meta] = StepTracer(self.step, counts, meta=meta)
         return self._built[dim, meta]
 
@@ -79,7 +82,9 @@ def compile_step(
         programs[name] = build_program(
             step, tracers.base, begin, traces, larger, more=small.forward_backward, spare=_spare_points(points)
         )
-    groups = parameter_groups(tracers.get(meta=bool(meta)), {dim: tracers.get(dim, meta=bool(meta)) for dim in tracers.base})
+    groups = parameter_groups(
+        tracers.get(meta=bool(meta)), {dim: tracers.get(dim, meta=bool(meta)) for dim in tracers.base}
+    )
     return StepModel(programs, dict(step.layers), groups, seq_range=(low, high), fixed_seq=step.fixed_seq)
 
 
@@ -230,92 +235,30 @@ def build_program(
     )
 
 
-def _product(batch: bool, shift: int) -> np.ndarray:
-    """B * (S + shift), or without B, in terms of `FEATURES`."""
-    out = np.zeros(len(FEATURES))
-    out[FEATURES.index("BS" if batch else "S")] = 1
-    out[FEATURES.index("B" if batch else "1")] = shift
-    return out
-
-
-_SHIFTED = [_product(batch, shift) for batch in (True, False) for shift in (1, -1)]
-
-
-class Laws:
-    """Fitted laws: `coefficients` (rows, features), and `exact` (rows,) whether the law holds at every point."""
-
-    def __init__(self, coefficients: np.ndarray, exact: np.ndarray) -> None:
-        self.coefficients, self.exact = coefficients, exact
-
-
-def fit_laws(points: Sequence[Point], values: np.ndarray) -> Laws:
-    """Finds for every row of values the simplest combination of `FEATURES` that gives it at all points.
-
-    Single products are tried first (also with S + 1 and S - 1, as class tokens and shifted labels make them), then sums of
-    two, then of three as far as there are more points than terms; what is left gets a least-squares fit and is reported as
-    not exact.
-
-    Args:
-        points: (batch, seq) of each column.
-        values: (rows, points) numbers.
-    """
-    x = features(*np.array(points, np.int64).T)
-    distinct, inverse = np.unique(values, axis=0, return_inverse=True)
-    coefficients = np.zeros((len(distinct), len(FEATURES)))
-    exact = np.zeros(len(distinct), bool)
-    # Where B or S never varies, its products are multiples of simpler ones: the first of each kind will do.
-    usable = [i for i in range(len(FEATURES)) if not any(_parallel(x[:, i], x[:, j]) for j in range(i))]
-    identity = np.eye(len(FEATURES))
-
-    def attempt(columns: np.ndarray) -> None:
-        """Columns: (terms, features)."""
-        open_rows = np.flatnonzero(~exact)
-        basis = x @ columns.T
-        found = np.linalg.lstsq(basis, distinct[open_rows].T, rcond=None)[0].T
-        off = np.abs(found @ basis.T - distinct[open_rows]).max(axis=1, initial=0.0)
-        rows = open_rows[off <= 1e-9 * np.abs(distinct[open_rows]).max(axis=1, initial=0.0)]
-        coefficients[rows] = found[np.isin(open_rows, rows)] @ columns
-        exact[rows] = True
-
-    for one in [identity[[i]] for i in usable] + [product[None] for product in _SHIFTED]:
-        attempt(one)
-    for terms in range(2, min(4, len(points))):
-        for chosen in itertools.combinations(usable, terms):
-            if not exact.all():
-                attempt(identity[list(chosen)])
-    rest = np.flatnonzero(~exact)
-    if len(rest):
-        scale = x.max(axis=0)
-        coefficients[rest] = np.linalg.lstsq(x / scale, distinct[rest].T, rcond=None)[0].T / scale
-        left = np.abs(coefficients[rest] @ x.T - distinct[rest]).max(axis=1)
-        exact[rest] = (left < 0.5) & (len(points) > len(FEATURES))
-    return Laws(coefficients[inverse.ravel()], exact[inverse.ravel()])
-
-
 def parameter_groups(small: StepTracer, larger: Mapping[str, StepTracer]) -> list[ParameterGroup]:
     """Counts equal parameters, and how many of each a further block brings."""
     base = Counter(small.parameters)
     further = {dim: Counter(tracer.parameters) - base for dim, tracer in larger.items()}
     return [
-        ParameterGroup(shape, dtype, trainable, count, {dim: more[shape, dtype, trainable] for dim, more in further.items()})
+        ParameterGroup(
+            shape, dtype, trainable, count, {dim: more[shape, dtype, trainable] for dim, more in further.items()}
+        )
         for (shape, dtype, trainable), count in base.items()
     ]
-
-
-def _parallel(left: np.ndarray, right: np.ndarray) -> bool:
-    return bool(np.allclose(left * right[0], right * left[0], rtol=1e-12))
 
 
 def _points(step: Step, low: int, high: int, *, many: bool) -> list[Point]:
     """Batch shapes to trace: as few as tell all products of B, S and S squared apart.
 
-    They hold prime factors that no width has, lest two laws agree at a point by chance, and multiples of 128 where there is
-    room, so that no kernel pads.
+    They hold prime factors that no width has, lest two laws agree at a point by chance, and multiples of 128 where
+    there is room, so that no kernel pads.
     """
     if step.fixed_seq:
         return [(3, step.fixed_seq), (5, step.fixed_seq)] if many else [(1, step.fixed_seq)]
     # CPU kernels are run for real to measure their scratch, so shapes are small there.
-    grains, primes = ((128, 64, 32, 16, 8, 4, 2, 1), (11, 13, 17)) if step.dialect == "cuda" else ((8, 4, 2, 1), (29, 31, 37))
+    grains, primes = (
+        ((128, 64, 32, 16, 8, 4, 2, 1), (11, 13, 17)) if step.dialect == "cuda" else ((8, 4, 2, 1), (29, 31, 37))
+    )
     limit = min(high, step.seq_limit or high)
     lengths = list(primes)
     for grain in grains:

@@ -115,7 +115,7 @@ class StepModel:
         self.programs, self.layers, self.parameters = programs, layers, parameters
         self.seq_range, self.fixed_seq = seq_range, fixed_seq
 
-    # -- memory ----------------------------------------------------------------------------------------------------------
+    # -- memory --
 
     def peaks(
         self,
@@ -171,12 +171,12 @@ class StepModel:
         layers = layers or self.layers
         times = program.insertions(layers)
         rows = program.accumulating_rows if later else program.rows
-        cost = None
+        update = closed = None
         if isinstance(optimizer, OptimizerModel):
-            cost = (optimizer.program, optimizer.program.insertions(layers))
+            update = (optimizer.program, optimizer.program.insertions(layers))
         elif optimizer is not None:
-            cost = optimizer.cost(self.parameter_counts(layers))
-        return Moments(program, rows, times, program.class_bytes(batch, seq, times), cost)
+            closed = optimizer.cost(self.parameter_counts(layers))
+        return Moments(program, rows, times, program.class_bytes(batch, seq, times), update, closed)
 
     def _program(self, batch: np.ndarray | int, seq: np.ndarray | int) -> Program:
         low, high = int(np.min(seq)), int(np.max(seq))
@@ -188,7 +188,7 @@ class StepModel:
             raise InputError("the step was not traced for this batch size", key="batch", value=int(np.min(batch)))
         return self.programs[name]
 
-    # -- the whole step --------------------------------------------------------------------------------------------------
+    # -- the whole step --
 
     def events(
         self,
@@ -244,11 +244,11 @@ class StepModel:
         return simulate(events.ident, events.nbytes, start=events.start, late=events.late, steps=steps, options=options)
 
     def ops(self, batch: int, seq: int, layers: Mapping[str, int] | None = None) -> np.ndarray:
-        """Returns the operations of one micro-batch, forward and backward, as an array of `OP_TYPE`, equal ones together."""
+        """Returns the operations of one micro-batch as an array of `OP_TYPE`, equal ones together."""
         program = self._program(batch, seq)
         return operations(program, batch, seq, program.insertions(layers or self.layers))
 
-    # -- parameters ------------------------------------------------------------------------------------------------------
+    # -- parameters --
 
     def parameter_counts(self, layers: Mapping[str, int] | None = None) -> list[tuple[ParameterGroup, int]]:
         """Returns each group of equal parameters with how many of it the model has."""
@@ -261,7 +261,7 @@ class StepModel:
         counts = self.parameter_counts(layers)
         return sum(g.numel * n for g, n in counts if trainable is None or g.trainable == trainable)
 
-    # -- on disk ---------------------------------------------------------------------------------------------------------
+    # -- on disk --
 
     def save(self, path: str | Path) -> None:
         """Writes the model to one `.npz` file."""
@@ -288,4 +288,3 @@ class StepModel:
             programs[name] = Program.from_arrays(own)
         groups = [ParameterGroup(**{**g, "shape": tuple(g["shape"])}) for g in header["parameters"]]
         return cls(programs, header["layers"], groups, tuple(header["seq_range"]), header["fixed_seq"])
-

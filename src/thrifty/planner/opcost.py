@@ -1,4 +1,4 @@
-"""What one traced operation costs: floating-point operations, bytes read and written, and the sizes of its matrix product."""
+"""What one traced operation costs: floating-point operations, bytes moved, the sizes of its matrix product."""
 
 from __future__ import annotations
 
@@ -92,8 +92,11 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return 2 * math.prod(query.shape[:-2]) * scores * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward_flops(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *args: Any, **kw: Any) -> int:
-    # Recomputes the scores, then makes the gradients of scores, query, key and value: five products for the two of forward.
+def _attention_backward_flops(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *args: Any, **kw: Any
+) -> int:
+    # Recomputes the scores, then makes the gradients of scores, query, key and value: five products for the two of
+    # forward.
     scores = query.shape[-2] * key.shape[-2]
     return 2 * math.prod(query.shape[:-2]) * scores * 5 * query.shape[-1]
 

@@ -1,7 +1,8 @@
 """The compiled form of a trace: its events, with sizes as functions of batch, sequence length and numbers of blocks.
 
-Bytes are counted by *class*: allocations of one category whose size follows one law. The memory at any moment of the step is
-then an integer row times the vector of class sizes, and the peak the maximum over the few rows that no other row dominates.
+Bytes are counted by *class*: allocations of one category whose size follows one law. The memory at any moment of the
+step is then an integer row times the vector of class sizes, and the peak the maximum over the few rows that no other
+row dominates.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Program:
     op_grown: np.ndarray
     granularity: int
 
-    # -- sizes -----------------------------------------------------------------------------------------------------------
+    # -- sizes --
 
     def insertions(self, layers: Mapping[str, int]) -> np.ndarray:
         """Returns (dims,) how many times each insertion is made to reach `layers`.
@@ -96,7 +97,10 @@ class Program:
             wanted = layers.get(name)
             if wanted is None or wanted < base or (wanted - base) % unit:
                 raise InputError(
-                    "this number of blocks cannot be reached", key=name, value=wanted, fix=f"{base} plus a multiple of {unit}"
+                    "this number of blocks cannot be reached",
+                    key=name,
+                    value=wanted,
+                    fix=f"{base} plus a multiple of {unit}",
                 )
             out.append((wanted - base) // unit)
         return np.array(out, np.int64)
@@ -106,7 +110,7 @@ class Program:
         raw = np.rint(features(batch, seq) @ self.size.T + self.grown @ times)
         return np.ceil(raw / self.granularity) * self.granularity
 
-    # -- rows ------------------------------------------------------------------------------------------------------------
+    # -- rows --
 
     def _signed(self, stretch: Stretch, *, accumulating: bool) -> np.ndarray:
         """(events, classes) change of the number of living allocations at each event."""
@@ -154,7 +158,9 @@ class Program:
                     row[0] += prefix[0][position - 1]
                 for other in range(1, len(self.stretches)):
                     # An insertion before event i comes after everything up to i - 1.
-                    before = int(self.position[other]) < where or (number > other and int(self.position[other]) == where)
+                    before = int(self.position[other]) < where or (
+                        number > other and int(self.position[other]) == where
+                    )
                     if before:
                         row[1 + int(self.dim[other])] += totals[other]
                 weights.append(row)
@@ -170,7 +176,7 @@ class Program:
                     refs.append((number, event, 1))
         return Rows.pruned(np.array(weights), np.array(needs), np.array(refs), final=_final(refs, self.stretches))
 
-    # -- the whole sequence ----------------------------------------------------------------------------------------------
+    # -- the whole sequence --
 
     def expanded(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the events of the full-size step as (stretch, event, repetition) index arrays."""
@@ -216,11 +222,13 @@ class Program:
             if stretch == 0:
                 index += count * unit if index >= pivot else 0
             else:
-                index += unit * (count - 1 - copy if direction >= RECOMPUTE and direction != len(DIRECTIONS) - 1 else copy)
+                index += unit * (
+                    count - 1 - copy if direction >= RECOMPUTE and direction != len(DIRECTIONS) - 1 else copy
+                )
             place = f"{match['name']}[{index}]{match['rest']}"
         return f"{DIRECTIONS[direction]}: {place}" if place else DIRECTIONS[direction]
 
-    # -- on disk ---------------------------------------------------------------------------------------------------------
+    # -- on disk --
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Returns the program as arrays, for `numpy.savez`."""
@@ -244,8 +252,8 @@ class Program:
         names = [field.name for field in fields(Stretch)]
         stretches = [Stretch(*(arrays[f"{n}.{name}"] for name in names)) for n in range(header.pop("stretches"))]
         header["ops"] = [(name, dtype) for name, dtype in header["ops"]]
-        known = {field.name for field in fields(cls)}
-        return cls(stretches=stretches, **header, **{key: value for key, value in arrays.items() if key in known - {"stretches"}})
+        known = {field.name for field in fields(cls)} - {"stretches"}
+        return cls(stretches=stretches, **header, **{key: arrays[key] for key in arrays if key in known})  # type: ignore[arg-type]
 
     def save(self, path: str | Path) -> None:
         """Writes the program to one `.npz` file."""

@@ -1,4 +1,4 @@
-"""Evaluates compiled programs: the moments that can be the peak, the whole sequence of events, the list of operations."""
+"""Evaluates compiled programs: the moments that can be the peak, the sequence of events, the list of operations."""
 
 from __future__ import annotations
 
@@ -174,7 +174,8 @@ class Moments:
         rows: Its candidate rows.
         times: (dims,) insertions.
         sizes: (configurations, classes) bytes of each class.
-        optimizer: The optimizer's program with its insertions, or its closed costs (state, temporary), or None.
+        update: The optimizer's program with its insertions, where it was traced.
+        closed: Bytes of its state and of its temporaries, where it was not.
     """
 
     def __init__(
@@ -183,27 +184,27 @@ class Moments:
         rows: Rows,
         times: np.ndarray,
         sizes: np.ndarray,
-        optimizer: tuple[Program, np.ndarray] | tuple[int, int] | None,
+        update: tuple[Program, np.ndarray] | None,
+        closed: tuple[int, int] | None,
     ) -> None:
         self._program, self._times, self._sizes = program, times, sizes
         self._rows, exists = rows.at(times)
         self._refs = rows.refs
         self._end = rows.living_at_end(times)
-        self._state: dict[str, float] = {}
         self._update_rows: np.ndarray | None = None
-        state, update = 0.0, np.zeros(0)
-        if optimizer is not None and isinstance(optimizer[0], Program):
-            self._update, self._update_times = optimizer
+        state, levels = 0.0, np.zeros(0)
+        if update is not None:
+            self._update, self._update_times = update
             self._update_sizes = self._update.class_bytes(1, 1, self._update_times)
             self._update_rows, alive = self._update.rows.at(self._update_times)
-            update = np.where(alive, self._update_rows @ self._update_sizes, -np.inf)
+            levels = np.where(alive, self._update_rows @ self._update_sizes, -np.inf)
             state = float(self._update.rows.living_at_end(self._update_times) @ self._update_sizes)
-        elif optimizer is not None:
-            state, temporary = optimizer
-            update = np.array([state + temporary], np.float64)
+        elif closed is not None:
+            state = float(closed[0])
+            levels = np.array([closed[0] + closed[1]], np.float64)
         self._state_bytes = state
         body = np.where(exists, sizes @ self._rows.T.astype(np.float64), -np.inf) + state
-        tail = (sizes @ self._end)[:, None] + update[None, :]
+        tail = (sizes @ self._end)[:, None] + levels[None, :]
         self.totals = np.concatenate([body, tail], axis=1)
 
     def explain(self, moment: int) -> tuple[int, str, dict[str, int]]:
@@ -228,8 +229,8 @@ class Moments:
             else:
                 parts[optimizer] += self._state_bytes
                 parts[temporaries] += self.totals[0, moment] - parts.sum()
-        total = int(round(float(self.totals[0, moment])))
-        return total, phase, {name: int(round(v)) for name, v in zip(CATEGORIES, parts.tolist(), strict=True)}
+        total = round(float(self.totals[0, moment]))
+        return total, phase, {name: round(v) for name, v in zip(CATEGORIES, parts.tolist(), strict=True)}
 
 
 def operations(program: Program, batch: int, seq: int, times: np.ndarray) -> np.ndarray:
@@ -246,4 +247,3 @@ def operations(program: Program, batch: int, seq: int, times: np.ndarray) -> np.
             key = (name, DIRECTIONS[direction], dtype, *np.rint(values[which]).tolist())
             counts[key] = counts.get(key, 0) + repeat
     return np.array([(*key[:3], count, *key[3:]) for key, count in counts.items()], OP_TYPE)
-

@@ -1,7 +1,8 @@
 """Memory that CPU kernels take inside themselves, measured by running the kernel once on this machine.
 
-Convolutions, products in half precision and attention reorder their operands into layouts that oneDNN chooses by processor and
-number of threads; no rule gives their size. So those kernels are run for real, on zeros of the traced shapes.
+Convolutions, products in half precision and attention reorder their operands into layouts that oneDNN chooses by
+processor and number of threads; no rule gives their size. So those kernels are run for real, on zeros of the traced
+shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _known: dict[tuple[Any, ...], int] = {}
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flops: float) -> int:
-    """Returns the bytes that the CPU kernel of `func` holds at its worst beyond its outputs; 0 for kernels without scratch.
+    """Returns the bytes that the CPU kernel of `func` holds at its worst beyond its outputs; 0 for kernels without
+    scratch.
 
     Args:
         func: The operation.
@@ -35,7 +37,9 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flop
         kwargs: Its keyword arguments.
         flops: Its floating-point operations.
     """
-    if func not in _ALWAYS and (func not in _IN_HALF_PRECISION or args[-1].dtype not in (torch.bfloat16, torch.float16)):
+    if func not in _ALWAYS and (
+        func not in _IN_HALF_PRECISION or args[-1].dtype not in (torch.bfloat16, torch.float16)
+    ):
         return 0
     if flops > _LARGEST_PRODUCT:
         return 0

@@ -142,6 +142,8 @@ def alternatives(workload: Workload, allow: Sequence[str]) -> list[Recipe]:
         if name in base or (spec.tasks and workload.task not in spec.tasks):
             continue
         settings: list[Any] = list(spec.choices.get("free", ())) if spec.exact else []
+        if "optimizer" in spec.claims:
+            settings = [s for s in settings if _same_optimizer(workload, base, registry.get(name)(**s))]
         if {name, spec.section, "all"} & set(allow):
             settings += [
                 s for s in (*spec.choices.get("free", ()), *spec.choices.get("allow", ())) if s not in settings
@@ -149,6 +151,22 @@ def alternatives(workload: Workload, allow: Sequence[str]) -> list[Recipe]:
         if settings:
             axes.append([None, *(registry.get(name)(**s) for s in settings)])
     return list(_combinations(base, axes))
+
+
+def _same_optimizer(workload: Workload, base: Recipe, method: Method) -> bool:
+    """Whether a method builds the optimizer that the run has anyway, in another form: the optimizer is the user's."""
+    import torch
+
+    from thrifty.hardware.devices import get_device
+    from thrifty.recipe import Recipe
+
+    if base.owner("optimizer") is not None:
+        return False
+    host = get_device("cpu")
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2))]
+    recipes = (base, Recipe([*base, method]))
+    own, other = (type(Structure(workload, r, host).build_optimizer(parameters)) for r in recipes)
+    return own is other
 
 
 def _combinations(base: Recipe, axes: Sequence[Sequence[Method | None]]) -> Iterator[Recipe]:

@@ -1,4 +1,4 @@
-"""What one training step is made of, as callables, so that the planner can dry-run it without knowing any method by name."""
+"""What one training step is made of, as callables: the planner dry-runs it without knowing any method by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Step:
     """One micro-batch of training and the optimizer step after it.
 
     Attributes:
-        build_model: Builds the model, on `meta`, with the given number of repeated blocks. It is called with small counts;
+        build_model: Builds the model, on `meta`, with the given number of repeated blocks. It is called with small
+            counts;
             the cost is extrapolated to `layers`.
         layers: The counts that the user's model has, by name, e.g. `{"num_hidden_layers": 32}`.
         units: The period of each count where neighbouring blocks differ in turn (Gemma 3: 6). Default 1.
@@ -124,14 +125,16 @@ def layer_counts(config: PreTrainedConfig) -> tuple[dict[str, int], dict[str, in
                 units[prefix + name] = _period(kinds)
     if not counts:
         raise InputError(
-            "no number of layers found in the configuration", key="model_type", value=config.model_type, fix="use a text "
-            "or vision Transformer whose configuration has num_hidden_layers"
-        )  # fmt: skip
+            "no number of layers found in the configuration",
+            key="model_type",
+            value=config.model_type,
+            fix="use a text or vision Transformer whose configuration has num_hidden_layers",
+        )
     return counts, units
 
 
 def with_counts(config: PreTrainedConfig, counts: Mapping[str, int]) -> PreTrainedConfig:
-    """Returns a copy of `config` with other numbers of blocks; lists with one entry a block are cut or repeated to fit."""
+    """Returns a copy of `config` with other numbers of blocks; lists with one entry a block are fitted."""
     config = deepcopy(config)
     for prefix, part in _parts(config):
         for name in _COUNT_NAMES:
@@ -171,7 +174,9 @@ def hf_step(
     import transformers
 
     if task not in _TASKS:
-        raise InputError(f"unknown task{did_you_mean(task, _TASKS)}", key="task", value=task, fix=f"one of {list(_TASKS)}")
+        raise InputError(
+            f"unknown task{did_you_mean(task, _TASKS)}", key="task", value=task, fix=f"one of {list(_TASKS)}"
+        )
     factory = getattr(transformers, _TASKS[task])
     counts, units = layer_counts(config)
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from thrifty.errors import InputError, NotApplicable
-from thrifty.planner.compiled import CLOSED_FORMS, Compiled
+from thrifty.method import overrides
+from thrifty.planner.compiled import CLOSED_FORMS, Compiled, measured_form
 from thrifty.planner.program import Rows
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from thrifty.hardware.devices import Device
-    from thrifty.planner.memory import StepModel
+    from thrifty.method import Method
+    from thrifty.planner.memory import OptimizerModel, StepModel
+    from thrifty.planner.replay import ClosedForm
     from thrifty.planner.step import Step
     from thrifty.planner.workload import Workload
     from thrifty.recipe import Recipe
@@ -50,18 +53,26 @@ class Structure:
 
     @cached_property
     def key(self) -> str:
-        """Hash of everything that decides the graph."""
+        """Hash of everything that decides the graph of a micro-batch. The optimizer does not."""
+        arguments = {k: v for k, v in self.arguments.items() if k in _PASS_ARGUMENTS}
+        inside = [entry for entry, m in zip(self.recipe.to_config(), self.recipe, strict=True) if _changes_pass(m)]
+        return _hash([*self._common, self.workload.padded, self.workload.attn_implementation, self._attention,
+                      self._seq_regime, inside, arguments])  # fmt: skip
+
+    @cached_property
+    def update_key(self) -> str:
+        """Hash of everything that decides the graph of an update."""
+        arguments = {k: v for k, v in self.arguments.items() if k not in _PASS_ARGUMENTS}
+        return _hash([*self._common, self.recipe.to_config(), arguments])
+
+    @cached_property
+    def _common(self) -> list[Any]:
         import torch
         import transformers
 
-        config = self.workload.config.to_dict()
-        content = [
-            CACHE_FORMAT, torch.__version__, transformers.__version__, _own_version(), config, self.workload.task,
-            self.workload.dtype, self.workload.padded, self.workload.attn_implementation, self.recipe.to_config(),
-            {k: v for k, v in self.workload.arguments.items() if k in _GRAPH_ARGUMENTS}, self._dialect, self._attention,
-            self._seq_regime,
-        ]  # fmt: skip
-        return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+        workload = self.workload
+        versions = [CACHE_FORMAT, torch.__version__, transformers.__version__, _own_version()]
+        return [*versions, workload.config.to_dict(), workload.task, workload.dtype, self._dialect]
 
     @property
     def _dialect(self) -> str:
@@ -86,30 +97,64 @@ class Structure:
             NotApplicable: A method cannot work on this model.
             InputError: The class cannot be dry-run.
         """
-        from thrifty.planner.fit import compile_optimizer, compile_step
-        from thrifty.planner.memory import OptimizerModel, StepModel
-
         self.check_device()
-        arguments = self.arguments
-        optim = str(getattr(arguments["optim"], "value", arguments["optim"]))
-        closed = CLOSED_FORMS.get(optim) if self.recipe.owner("optimizer") is None else None
+        return Compiled(
+            self._compile_pass(), self._compile_update(), self.precision, bool(self.arguments["torch_compile"])
+        )
+
+    def is_stored(self) -> bool:
+        """Whether the dry run of the micro-batch lies on disk."""
+        return (_cache_folder() / f"{self.key}.step.npz").exists()
+
+    def _compile_pass(self) -> StepModel:
+        from thrifty.planner.events import TraceMismatch
+        from thrifty.planner.fit import compile_step
+        from thrifty.planner.memory import StepModel
+
+        if self.key in _PASSES:
+            return _PASSES[self.key]
         folder = _cache_folder()
-        step_file, update_file = folder / f"{self.key}.step.npz", folder / f"{self.key}.update.npz"
-        # The step's file is written last of its own two, so that it vouches for the rows.
-        if step_file.exists() and (closed is not None or update_file.exists()):
-            model = StepModel.load(step_file)
-            _load_rows(model, folder / f"{self.key}.rows.npz")
-            optimizer = closed or OptimizerModel.load(update_file)
+        path, rows = folder / f"{self.key}.step.npz", folder / f"{self.key}.rows.npz"
+        if path.exists():
+            model = StepModel.load(path)
+            _load_rows(model, rows)
         else:
-            step = self.step()
-            model = compile_step(step, seq=self.workload.seq_len)
-            optimizer = closed or compile_optimizer(step)
+            try:
+                model = compile_step(self.step(), seq=self.workload.seq_len)
+            except TraceMismatch as error:
+                names = ", ".join(m.name for m in self.recipe) or "no methods"
+                raise InputError(
+                    f"cannot be dry-run with {names}: {error}", key="model", value=self.workload.name
+                ) from error
             folder.mkdir(parents=True, exist_ok=True)
-            _save_rows(model, folder / f"{self.key}.rows.npz")
-            _write(model.save, step_file)
-            if isinstance(optimizer, OptimizerModel):
-                _write(optimizer.save, update_file)
-        return Compiled(model, optimizer, self.precision, bool(arguments["torch_compile"]))
+            # The step's file is written last, so that it vouches for the rows.
+            _save_rows(model, rows)
+            _write(model.save, path)
+        while len(_PASSES) >= _MOST_PASSES:
+            del _PASSES[next(iter(_PASSES))]
+        _PASSES[self.key] = model
+        return model
+
+    def _compile_update(self) -> OptimizerModel | ClosedForm:
+        from thrifty.planner.fit import compile_optimizer
+        from thrifty.planner.memory import OptimizerModel
+
+        optim = str(getattr(self.arguments["optim"], "value", self.arguments["optim"]))
+        if self.recipe.owner("optimizer") is None and optim in CLOSED_FORMS:
+            return CLOSED_FORMS[optim]
+        path = _cache_folder() / f"{self.update_key}.update.npz"
+        if path.exists():
+            return OptimizerModel.load(path)
+        try:
+            model = compile_optimizer(self.step())
+        except RuntimeError as error:
+            # Reading a value of a fake tensor; the exception's class is private to torch.
+            if type(error).__name__ != "DataDependentOutputException":
+                raise
+            return measured_form(self.build_optimizer)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(model.save, path)
+        return model
 
     def check_device(self) -> None:
         """Refuses a precision that the device has no units for.
@@ -258,7 +303,7 @@ def compile_all(structures: Sequence[Structure], processes: int = 2) -> list[Com
     """Compiles several classes, on several cores where many are new; what cannot work is returned as its error."""
     from thrifty.planner.fit import compile_many
 
-    missing = [s for s in structures if not (_cache_folder() / f"{s.key}.step.npz").exists()]
+    missing = list({s.key: s for s in structures if not s.is_stored()}.values())
 
     def fill(structure: Structure) -> Callable[[], Any]:
         def run() -> None:
@@ -285,6 +330,19 @@ _GRAPH_ARGUMENTS = (
     "gradient_checkpointing", "activation_checkpointing", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon",
     "weight_decay", "label_smoothing_factor",
 )  # fmt: skip
+# Of these, what a micro-batch sees; the others concern the update.
+_PASS_ARGUMENTS = (
+    "bf16",
+    "fp16",
+    "gradient_checkpointing",
+    "activation_checkpointing",
+    "checkpointing",
+    "label_smoothing_factor",
+)
+_PASS_HOOKS = ("prepare_model", "wrap_loss", "wrap_training_step", "on_train_begin")
+_PASSES: dict[str, StepModel] = {}
+"""Compiled passes of this process, shared by classes that differ in the optimizer only."""
+_MOST_PASSES = 256
 _PLAIN: dict[type, Any] = {}
 
 
@@ -305,6 +363,15 @@ def _period(values: list[Any]) -> int:
         if all(values[i] == values[i - unit] for i in range(unit, len(values))):
             return unit
     return max(1, len(values))
+
+
+def _changes_pass(method: Method) -> bool:
+    """Whether a method can change what a micro-batch runs, other than through training arguments."""
+    return any(overrides(method, hook) for hook in _PASS_HOOKS)
+
+
+def _hash(content: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _own_version() -> str:

@@ -91,7 +91,7 @@ def train(config: RunConfig) -> RunResult:
         say("writing to", str(folder))
         trained = _run(trainer, config, folder)
     main = trainer.is_world_process_zero()
-    metrics = trainer.evaluate() if loaded.data.eval_dataset is not None else {}
+    metrics = _final_metrics(trainer)
     trainer.save_model(str(folder))
     trainer.save_state()
     passage = passage_of(config, trainer, loaded)
@@ -101,6 +101,16 @@ def train(config: RunConfig) -> RunResult:
         write_all(folder)
         conclude(folder, config, metrics, passage)
     return RunResult(folder, metrics, summary, passage[1] if passage else None)
+
+
+def _final_metrics(trainer: Any) -> dict[str, float]:
+    """Evaluates the model that is saved, unless the last step was evaluated and nothing has changed it since."""
+    if trainer.eval_dataset is None:
+        return {}
+    last = next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), None)
+    if last is not None and last["step"] == trainer.state.global_step and not trainer.recipe.using("finish"):
+        return {name: value for name, value in last.items() if name.startswith("eval_")}
+    return trainer.evaluate()
 
 
 class _Beginning(TrainerCallback):
