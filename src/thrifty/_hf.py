@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -102,6 +103,24 @@ def enable_cpu_fp16(accelerator: Accelerator) -> None:
     """accelerate ignores fp16 on a CPU without a word. Give it autocast and a scaler there too."""
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+@contextlib.contextmanager
+def live_names(model: Any) -> Iterator[None]:
+    """Inside, `save_pretrained` writes the names that the model's own `state_dict` has.
+
+    For some families (ViT) transformers saves under the names of earlier releases. Its trainer then loads a checkpoint
+    without renaming anything, finds none of the blocks' weights, warns, and goes on with those it has.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        yield
+        return
+    saving: Any = functools.partial(model.save_pretrained, save_original_format=False)
+    model.save_pretrained = saving
+    try:
+        yield
+    finally:
+        del model.save_pretrained
 
 
 def keep_stream_position() -> None:

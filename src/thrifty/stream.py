@@ -48,6 +48,9 @@ class SampleStream:
         return len(self.loader)
 
     def __iter__(self) -> SampleStream:
+        # The parent begins an epoch. Without this stream, the loader would now draw a seed for its workers: so that a
+        # method which takes every sample trains as if it were not there, the global RNG has to move on here too.
+        torch.empty((), dtype=torch.int64).random_()
         return self
 
     def __next__(self) -> Any:

@@ -269,7 +269,7 @@ class Trainer(ReplaceModel, SafeTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A checkpoint must hold the weights that are trained; everything else holds those that are evaluated.
-        with contextlib.nullcontext() if _internal_call else self.evaluating():
+        with _hf.live_names(_hf.unwrap_container(self.model)) if _internal_call else self.evaluating():
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thrifty.config import yaml_text
@@ -47,6 +47,7 @@ def test_scalars_are_read_as_they_look(text: str, value: object) -> None:
 
 
 @given(DOCUMENTS)
+@settings(derandomize=True, max_examples=500, deadline=None)
 def test_what_is_written_is_read_back_equal(document: object) -> None:
     assert yaml_text.parse(yaml_text.dump(document)) == document
 

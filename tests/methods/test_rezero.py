@@ -15,15 +15,24 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
+    AutoModelForVideoClassification,
     GPT2LMHeadModel,
     Qwen3Config,
+    VideoMAEConfig,
+    VideoMAEForVideoClassification,
 )
 
 import tiny
 from methods import loops
-from thrifty import NotApplicable
+from thrifty import NotApplicable, Recipe
 from thrifty.architecture import main_blocks
 from thrifty.methods.initialization.rezero import rezero
+
+
+@pytest.fixture(autouse=True)
+def _modules_of_written_code(tmp_path, monkeypatch):
+    """transformers copies the code that it trusts into a cache: one for each test."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
 def _stack_input(model: nn.Module) -> tuple[torch.Tensor, Any]:
@@ -210,6 +219,26 @@ def test_loads_without_this_package_and_not_as_the_plain_architecture(tmp_path):
         torch.testing.assert_close(torch.tensor(values), logits, rtol=1e-4, atol=1e-5)
         with pytest.raises(ValueError, match="trust_remote_code"):
             autos[family].from_pretrained(tmp_path / family, trust_remote_code=False)
+
+
+def test_weights_are_saved_under_the_names_they_are_loaded_by(tmp_path):
+    """transformers renames this family's weights when it saves, and back by a `model_type` that is another one now."""
+    config = VideoMAEConfig(image_size=8, patch_size=4, num_channels=1, num_frames=2, tubelet_size=1, hidden_size=16,
+                            num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)  # fmt: skip
+    model: Any = VideoMAEForVideoClassification(config).eval()
+    method: Any = Recipe.parse(["rezero"])["rezero"]
+    method.prepare_model(model, None)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(tmp_path)
+    method.save_files(model, str(tmp_path), None)
+    config_file = tmp_path / "config.json"
+    config_file.write_text(config_file.read_text().replace('"AutoModel"', '"AutoModelForVideoClassification"'))
+    loaded = AutoModelForVideoClassification.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    video = torch.randn(1, 2, 1, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(video).logits, model(video).logits)
 
 
 class Custom(GPT2LMHeadModel):

@@ -15,15 +15,16 @@ from thrifty.planner.step import Step, hf_step
 from thrifty.planner.tracer import forward_loss
 
 
-def _llama(**kw: Any) -> PreTrainedConfig:
-    sizes = {
-        "hidden_size": 96,
-        "intermediate_size": 208,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "vocab_size": 515,
-    }
-    return transformers.LlamaConfig(**(sizes | {"num_key_value_heads": 2} | kw))
+def _llama(*, tied: bool = False) -> PreTrainedConfig:
+    return transformers.LlamaConfig(
+        hidden_size=96,
+        intermediate_size=208,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        vocab_size=515,
+        tie_word_embeddings=tied,
+    )
 
 
 CONFIGS: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
@@ -63,7 +64,7 @@ CONFIGS: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         ),
         "causal-lm",
     ),
-    "tied-llama": (lambda: _llama(tie_word_embeddings=True), "causal-lm"),
+    "tied-llama": (lambda: _llama(tied=True), "causal-lm"),
 }  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def test_cells(config: str) -> None:
 
 @pytest.mark.soak
 def test_long_cells() -> None:
-    check("t5", [method for config, method in sorted(LONG)])
+    check("t5", [method for _, method in sorted(LONG)])
 
 
 def test_there_are_enough_cells() -> None:

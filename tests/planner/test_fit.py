@@ -86,9 +86,10 @@ def test_depth_and_shape_together_are_exact(config: str, checkpointing: bool) ->
 
 
 def test_alternating_blocks_are_repeated_by_period() -> None:
+    kinds = ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(10)]
     config = transformers.Gemma3TextConfig(
         hidden_size=96, intermediate_size=208, num_hidden_layers=10, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=24, vocab_size=515, sliding_window=256, sliding_window_pattern=3,
+        num_key_value_heads=2, head_dim=24, vocab_size=515, sliding_window=256, layer_types=kinds,
     )  # fmt: skip
     step = hf_step(config, "causal-lm", dtype=torch.bfloat16)
     assert step.base_counts() == {"num_hidden_layers": 4}

@@ -151,9 +151,10 @@ def test_optimizer_state_and_temporaries() -> None:
 
 
 def test_counts_of_blocks() -> None:
-    gemma = transformers.Gemma3TextConfig(num_hidden_layers=14, sliding_window_pattern=6)
+    kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(14)]
+    gemma = transformers.Gemma3TextConfig(num_hidden_layers=14, layer_types=kinds)
     assert layer_counts(gemma) == ({"num_hidden_layers": 14}, {"num_hidden_layers": 6})
-    assert with_counts(gemma, {"num_hidden_layers": 8}).layer_types == gemma.layer_types[:8]
+    assert with_counts(gemma, {"num_hidden_layers": 8}).layer_types == kinds[:8]
     t5 = transformers.T5Config(num_layers=3, num_decoder_layers=5)
     assert layer_counts(t5)[0] == {"num_layers": 3, "num_decoder_layers": 5}
     gpt2 = with_counts(transformers.GPT2Config(n_layer=12), {"num_hidden_layers": 2})

@@ -156,4 +156,7 @@ def _parse_json(text: str, name: str) -> Any:
 
 def dump(content: Any) -> str:
     """Writes YAML that `parse` reads back to an equal object; floats keep every bit."""
-    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=False)
+    options: dict[str, Any] = {"sort_keys": False, "width": 100, "default_flow_style": False}
+    text = yaml.dump(content, Dumper=_Dumper, allow_unicode=True, **options)
+    # PyYAML leaves the rarer line breaks bare, and reads them back as spaces.
+    return yaml.dump(content, Dumper=_Dumper, **options) if any(c in text for c in "\x85\u2028\u2029\ufeff") else text

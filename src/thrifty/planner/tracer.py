@@ -49,7 +49,7 @@ def fakeify(model: nn.Module) -> nn.Module:
                 continue
             if id(parameter) not in parameters:
                 new = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
-                new.__dict__.update(parameter.__dict__)
+                vars(new).update(vars(parameter))
                 parameters[id(parameter)] = new
             module._parameters[name] = parameters[id(parameter)]
         for name, buffer in list(module._buffers.items()):
