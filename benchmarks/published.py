@@ -97,7 +97,10 @@ def predict(row: dict[str, str]) -> dict[str, Any]:
     found = estimated(row)
     predicted = measure_of(row["peak_kind"], found)
     out = {**base, "kind": "run", "predicted": predicted, "memory_error": predicted / base["published"] - 1}
-    plain = estimate(workload_of(row, adjusted=False), device=device_of(row), **batch_of(row))
+    micro, accumulation = int(row["micro_batch"]), int(row["accumulation"])
+    plain = estimate(
+        workload_of(row, adjusted=False), device=device_of(row), micro_batch=micro, accumulation=accumulation
+    )
     out["unadjusted_error"] = measure_of(row["peak_kind"], plain) / base["published"] - 1
     out |= {"peak_phase": found.peak_phase, "breakdown": found.breakdown}
     if row["throughput"]:
@@ -111,8 +114,8 @@ class Structure2022(Structure):
     """A class as torch 1.x ran it: one parameter at a time in the update."""
 
     @property
-    def key(self) -> str:  # type: ignore[override]
-        return super().key + "-2022"
+    def update_key(self) -> str:  # type: ignore[override]
+        return super().update_key + "-2022"
 
     def build_optimizer(self, parameters: list[Any]) -> Any:
         import torch
@@ -136,11 +139,6 @@ def estimated(row: dict[str, str]) -> Any:
     timed = estimate_of(evaluator, structure, compiled, micro, accumulation, "none")
     return replace(memory, step_seconds=timed.step_seconds, samples_per_second=timed.samples_per_second,
                    tokens_per_second=timed.tokens_per_second)  # fmt: skip
-
-
-def batch_of(row: dict[str, str]) -> dict[str, int]:
-    """Micro-batch and accumulation of a row."""
-    return {"micro_batch": int(row["micro_batch"]), "accumulation": int(row["accumulation"])}
 
 
 def workload_of(row: dict[str, str], *, adjusted: bool = True) -> Workload:

@@ -68,6 +68,14 @@ def checkpointing_arguments(enabled: bool, kwargs: dict[str, Any]) -> dict[str, 
     return {name: enabled, f"{name}_kwargs": kwargs}
 
 
+def enable_checkpointing(model: Any, kwargs: dict[str, Any]) -> None:
+    """Switches checkpointing on under the name that this release of transformers has for it."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The bare model with its own `forward`, without DDP and without accelerate's autocast wrapper."""
     bare = extract_model_from_parallel(model, keep_fp32_wrapper=False)

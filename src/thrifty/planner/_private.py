@@ -64,7 +64,9 @@ def real_masks(*, padded: bool) -> Iterator[None]:
 
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> None:
         # The same small tensors as the real call makes before it concludes that nothing is packed.
-        (packed(position_ids)[:, -1] == 0).all()
+        mask = packed(position_ids)
+        assert mask is not None  # it is only ever None for tensors with values
+        (mask[:, -1] == 0).all()
 
     def read(mask: torch.Tensor | None, *, by_sum: bool) -> None:
         if mask is not None:
@@ -111,7 +113,8 @@ def profiled_allocations(profile: torch.profiler.profile) -> list[int]:
     """
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     cpu = torch.autograd.DeviceType.CPU
-    return [event.nbytes() for event in events if event.name() == "[memory]" and event.device_type() == cpu]
+    memory = [event for event in events if event.name() == "[memory]" and event.device_type() == cpu]
+    return [event.nbytes() for event in memory]  # type: ignore[attr-defined]
 
 
 def canary() -> list[str]:

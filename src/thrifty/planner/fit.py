@@ -82,6 +82,8 @@ def compile_step(
         programs[name] = build_program(
             step, tracers.base, begin, traces, larger, more=small.forward_backward, spare=_spare_points(points)
         )
+        # Found here, so that processes working in parallel share this work too.
+        _ = programs[name].rows, programs[name].accumulating_rows
     groups = parameter_groups(
         tracers.get(meta=bool(meta)), {dim: tracers.get(dim, meta=bool(meta)) for dim in tracers.base}
     )

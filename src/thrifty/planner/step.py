@@ -97,7 +97,9 @@ class Step:
 
 def enable_checkpointing(model: nn.Module) -> None:
     """Turns on the recomputation of every block, in the form that also works with frozen inputs (adapters)."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    from thrifty._hf import enable_checkpointing as enable
+
+    enable(model, {"use_reentrant": False})
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
     if frozen and hasattr(model, "enable_input_require_grads"):
         model.enable_input_require_grads()  # type: ignore[operator]

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from thrifty._hf import checkpointing_arguments
+from thrifty._hf import checkpointing_arguments, enable_checkpointing
 from thrifty.architecture import find_blocks
 from thrifty.method import Method, NotApplicable, Paper, register
 
@@ -28,7 +28,7 @@ def checkpoint_blocks(model: nn.Module, *, every: int = 1) -> int:
     Returns:
         The number of checkpointed blocks.
     """
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    enable_checkpointing(model, {"use_reentrant": False})
     return keep_every(model, every)
 
 
