@@ -19,7 +19,7 @@ demo: $(VENV)/.installed
 	$(BIN)/thrifty train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

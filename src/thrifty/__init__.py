@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from thrifty.errors import InputError, NotApplicable, ThriftyError
     from thrifty.method import Method, registry
+    from thrifty.planner.plan import estimate, plan
     from thrifty.recipe import Recipe
     from thrifty.trainer import Trainer
 
@@ -20,9 +21,22 @@ _PUBLIC = {
     "InputError": "thrifty.errors",
     "NotApplicable": "thrifty.errors",
     "ThriftyError": "thrifty.errors",
+    "plan": "thrifty.planner.plan",
+    "estimate": "thrifty.planner.plan",
 }
 
-__all__ = ["InputError", "Method", "NotApplicable", "Recipe", "ThriftyError", "Trainer", "__version__", "registry"]
+__all__ = [
+    "InputError",
+    "Method",
+    "NotApplicable",
+    "Recipe",
+    "ThriftyError",
+    "Trainer",
+    "__version__",
+    "estimate",
+    "plan",
+    "registry",
+]
 
 
 def __getattr__(name: str) -> Any:
