@@ -105,8 +105,9 @@ class ReplaceModel(transformers.Trainer):
     def _run_epoch(self, **kw: Any) -> None:  # type: ignore[override]
         kw["model"] = self.model_wrapped
         set_epoch(kw["train_dataloader"], kw["epoch"])
-        if hasattr(self.data_collator, "set_epoch"):
-            self.data_collator.set_epoch(kw["epoch"])  # e.g. new masks in each epoch
+        collator: Any = self.data_collator
+        if hasattr(collator, "set_epoch"):
+            collator.set_epoch(kw["epoch"])  # e.g. new masks in each epoch
         updates = kw["num_update_steps_per_epoch"]
         while True:
             with self._epoch_end_held_back():

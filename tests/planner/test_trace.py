@@ -132,7 +132,7 @@ def test_flops_are_six_a_parameter_and_token() -> None:
     products = sum(int(np.prod(shape)) for shape, _, _ in trace.parameters if len(shape) == 2) - 515 * 96
     # Two blocks, batch of two, six heads of 16; two products forward, five backward.
     attention = 2 * (2 + 5) * 2 * 2 * 6 * 32 * 32 * 16
-    assert trace.op_numbers[:, 0].sum() == pytest.approx(6 * products * 64 + attention, rel=1e-6)
+    assert trace.op_numbers[:, 0].sum() == pytest.approx(6 * products * 64 + attention, rel=1e-4)
 
 
 def test_optimizer_state_and_temporaries() -> None:

@@ -31,6 +31,11 @@ class SafeCheckpoints(transformers.Trainer):
     _position: fingerprint.Position | None = None
     _saved_print: dict[str, Any] | None = None
 
+    @property
+    def run_dir(self) -> str:
+        """The folder of the run."""
+        return str(self.args.output_dir)
+
     def say(self, line: str) -> None:
         """One line to the user, from the main process only."""
         if self.is_world_process_zero():
@@ -47,7 +52,7 @@ class SafeCheckpoints(transformers.Trainer):
             return None
         if self.store is None:
             self.store = CheckpointStore(
-                self.args.output_dir,
+                self.run_dir,
                 rank=self.args.process_index,
                 world_size=self.args.world_size,
                 all_ok=self._all_ok if self.args.world_size > 1 else None,
@@ -129,7 +134,7 @@ class SafeCheckpoints(transformers.Trainer):
         if wanted in (None, False):
             return None
         if not self.guards.atomic_checkpoints or self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            return super_checkpoint(self.args.output_dir) if wanted in (True, "auto") else str(wanted)
+            return super_checkpoint(self.run_dir) if wanted in (True, "auto") else str(wanted)
         if wanted in (True, "auto"):
             found = self._newest()
             if found is None and wanted is True:
@@ -153,8 +158,8 @@ class SafeCheckpoints(transformers.Trainer):
 
     def _newest(self) -> str | None:
         answer: list[Any] = [None, []]
-        if self.args.process_index == 0 and Path(self.args.output_dir).is_dir():
-            store = CheckpointStore(self.args.output_dir, read_only=True)
+        if self.args.process_index == 0 and Path(self.run_dir).is_dir():
+            store = CheckpointStore(self.run_dir, read_only=True)
             newest = store.newest_complete()
             answer = [str(newest.path) if newest.path else None, [(str(p), why) for p, why in newest.skipped]]
         if self.args.world_size > 1:

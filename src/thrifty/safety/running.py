@@ -72,9 +72,10 @@ class SafeRunning(SafeCheckpoints):
     ) -> Any:
         counts = self._normalises and num_items_in_batch is not None and not return_outputs
         targets = targets_of(inputs, self._loss_shifts_labels) if counts else None
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if targets is not None:
-            return result * (targets / num_items_in_batch)
+            items: Any = num_items_in_batch
+            return result * (targets / items)
         # A loss that was divided by the number of items of the whole step adds up over pieces; a mean does not.
         adds_up = (
             self.model_accepts_loss_kwargs and num_items_in_batch is not None
