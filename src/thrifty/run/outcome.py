@@ -88,7 +88,7 @@ def summary_of(
         "dataset": config.data.dataset_name,
         "methods": trainer.recipe.describe(),
         "prompt": passage[0] if passage else None,
-        "sample_text": passage[1] if passage else None,
+        "sample_text": passage[1].removeprefix(passage[0]) if passage else None,
         "hardware": hardware.to_dict(),
     }
 

@@ -257,7 +257,7 @@ class SafeRunning(SafeCheckpoints):
         if received is not None:
             self.control.should_save = True
             self.control.should_training_stop = True
-            self._interrupted_at = str(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+            self._interrupted_at = str(Path(self.run_dir) / f"checkpoint-{self.state.global_step}")
 
 
 class GuardEvents(TrainerCallback):
@@ -268,7 +268,8 @@ class GuardEvents(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size > 1:
-            self.trainer._shared_flag = SharedFlag(dist.new_group(backend="gloo"))
+            group: Any = dist.new_group(backend="gloo")
+            self.trainer._shared_flag = SharedFlag(group)
         self.trainer.ready()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
