@@ -27,7 +27,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 soak: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(JOBS) -m soak
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m soak
+	$(BIN)/python benchmarks/soak/kill.py --kills 200 --out benchmarks/results/soak-kills.json
 
 bench: $(VENV)/.installed-dev
 	set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" $(ARGS); done
