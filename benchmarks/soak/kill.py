@@ -173,6 +173,23 @@ def soak(name: str, recipe: list[Any], kills: int, root: Path, rng: random.Rando
     return {"recipe": name, "kills": done, "inside_a_save": inside, "chains": chains, "resumed_bit_exactly": exact}
 
 
+def write(path: Path, seed: int, seconds: float, rows: list[dict[str, Any]], total: dict[str, int]) -> None:
+    """Writes the table with versions and date."""
+    from thrifty.report.summary import versions
+
+    result = {
+        "what": "SIGKILL at random instants, resume, compare bit for bit",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "seed": seed,
+        "seconds": round(seconds, 1),
+        "rows": rows,
+        "total": total,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> int:
     """Runs the soak and writes its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -182,28 +199,17 @@ def main() -> int:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     share = -(-args.kills // len(RECIPES))
-    rows = []
+    rows: list[dict[str, Any]] = []
+    total: dict[str, int] = {}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as root:
         for name, recipe in RECIPES.items():
             rows.append(soak(name, recipe, share, Path(root), rng))
             print(json.dumps(rows[-1]), flush=True)
-    total = {key: sum(row[key] for row in rows) for key in ("kills", "inside_a_save", "resumed_bit_exactly")}
+            total = {key: sum(row[key] for row in rows) for key in ("kills", "inside_a_save", "resumed_bit_exactly")}
+            if args.out is not None:  # after every recipe, so that a soak that is stopped leaves what it has shown
+                write(args.out, args.seed, time.monotonic() - begin, rows, total)
     print(json.dumps(total))
-    if args.out is not None:
-        from thrifty.report.summary import versions
-
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {
-            "what": "SIGKILL at random instants, resume, compare bit for bit",
-            "date": time.strftime("%Y-%m-%d"),
-            "versions": versions(),
-            "seed": args.seed,
-            "seconds": round(time.monotonic() - begin, 1),
-            "rows": rows,
-            "total": total,
-        }
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
     good = total["kills"] == total["resumed_bit_exactly"] and total["inside_a_save"] * 4 >= total["kills"]
     return 0 if good else 1
 

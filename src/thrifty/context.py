@@ -120,8 +120,8 @@ class Context:
 
     def only_inputs(self, sample: Mapping[str, Any], model: nn.Module) -> Batch:
         """Keeps the columns that the model's `forward` accepts, and the labels."""
-        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's takes anything
-        accepted = {*inspect.signature(inner.forward).parameters, "label", "label_ids", "labels"}
+        unwrap: Any = getattr(model, "get_base_model", lambda: model)  # a peft model's own forward takes anything
+        accepted = {*inspect.signature(unwrap().forward).parameters, "label", "label_ids", "labels"}
         return {key: value for key, value in sample.items() if key in accepted}
 
     def to_device(self, batch: Any) -> Any:
