@@ -135,8 +135,6 @@ def kill_once(
     os.waitpid(pid, 0)
     hit = any(folder.glob(".tmp-checkpoint-*")) or any(folder.glob(".old-*")) or any(folder.glob(".del-*"))
     newest = CheckpointStore(folder, read_only=True).newest_complete()
-    if newest.path is None and not hit:
-        raise SystemExit(f"{folder}: no checkpoint after a completed step")
     if newest.skipped:
         raise SystemExit(f"{folder}: a kill left something that looks like a checkpoint: {newest.skipped}")
     return {"inside_save": hit, "newest": newest.path.name if newest.path else None}
