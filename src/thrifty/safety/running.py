@@ -222,7 +222,8 @@ class SafeRunning(SafeCheckpoints):
                 self.store.close()
                 self.store = None
         if self.signals.received is not None:
-            raise Interrupted(self.signals.received, self._interrupted_at)
+            saved = self._interrupted_at if self._interrupted_at and Path(self._interrupted_at).is_dir() else None
+            raise Interrupted(self.signals.received, saved)  # that last save may have failed: then none is named
         return result
 
     def ready(self) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.method import Method, Paper, register
+from thrifty.methods.large_batch._swap import swapped
 
 
 class MovingAverage:
@@ -60,15 +61,8 @@ class MovingAverage:
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """Inside, the model holds the mean; afterwards its own weights again, bit for bit."""
-        own = {name: p.detach().clone() for name, p in model.named_parameters() if name in self.mean}
-        self.copy_to(model)
-        try:
+        with swapped(model, self.copy_to):
             yield
-        finally:
-            with torch.no_grad():
-                for name, p in model.named_parameters():
-                    if name in own:
-                        p.copy_(own[name])
 
 
 @register(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.method import Method, NotApplicable, Paper, register
+from thrifty.methods.large_batch._swap import swapped
 
 
 class LatestWeightAverage:
@@ -53,15 +54,8 @@ class LatestWeightAverage:
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """Inside, the model holds the mean; afterwards its own weights again, bit for bit."""
-        own = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        self.copy_to(model)
-        try:
+        with swapped(model, self.copy_to):
             yield
-        finally:
-            with torch.no_grad():
-                for name, p in model.named_parameters():
-                    if name in own:
-                        p.copy_(own[name])
 
 
 @register(

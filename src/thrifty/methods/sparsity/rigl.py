@@ -170,7 +170,6 @@ class RigL(Method):
     moved: int = field(default=0, init=False, repr=False)
     ctx: Any = field(default=None, init=False, repr=False)
     _moving: bool = field(default=False, init=False, repr=False)
-    _loaded: dict[str, Tensor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.sparsity < 1:
@@ -197,8 +196,6 @@ class RigL(Method):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         assert self.weights is not None
         self.weights.parameters = self._parameters(kw["model"])
-        if self._loaded is not None:
-            self.weights.masks, self._loaded = self._loaded, None
         self.weights.apply()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
@@ -259,4 +256,6 @@ class RigL(Method):
         return {"masks": {n: m.cpu() for n, m in self.weights.masks.items()}, "moved": self.moved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loaded, self.moved = dict(state["masks"]), state["moved"]
+        # At once, not at the next start: the best checkpoint is loaded after training, right before `finish` masks.
+        assert self.weights is not None
+        self.weights.masks, self.moved = dict(state["masks"]), state["moved"]
