@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -117,24 +118,48 @@ def test_micro_batches_do_not_matter(tmp_path, name):
     tiny.assert_same(*results, atol=1e-6)
 
 
-LOADER = """
-import sys, json, torch
-sys.modules["thrifty"] = None  # the result must load without this package
-from transformers import AutoModelForCausalLM
-folder, saves_as = sys.argv[1:]
-if saves_as == "peft":
-    from peft import AutoPeftModelForCausalLM
-    model = AutoPeftModelForCausalLM.from_pretrained(folder)
-else:
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=saves_as == "remote_code")
-model.eval()
-with torch.no_grad():
-    print("LOGITS", json.dumps(model(input_ids=torch.arange(3, 11)[None]).logits.flatten().tolist()))
-"""
+class Loader:
+    """A living process without this package that loads what it is told; a job costs no start-up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = open(folder / "loader.log", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("loader_worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, "HF_HOME": str(folder / "hf")},
+        )
+
+    def logits(self, folder: Path, saves_as: str) -> torch.Tensor:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"folder": str(folder), "saves_as": saves_as}) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                answer = json.loads(line.removeprefix("ANSWER "))
+                assert "error" not in answer, answer["error"]
+                return torch.tensor(answer["logits"])
+        return pytest.fail(f"the loader died: {Path(self.log.name).read_text()[-2000:]}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=20)
+        self.log.close()
+
+
+@pytest.fixture(scope="session")
+def loader(tmp_path_factory):
+    loader = Loader(tmp_path_factory.mktemp("loader"))
+    yield loader
+    loader.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_result_loads_without_thrifty(tmp_path, name):
+def test_result_loads_without_thrifty(tmp_path, name, loader):
     run = build(tmp_path / "run", name, max_steps=3)
     run.train()
     run.save_model(str(tmp_path / "saved"))
@@ -142,15 +167,7 @@ def test_result_loads_without_thrifty(tmp_path, name):
     with torch.no_grad():
         expected = model(input_ids=torch.arange(3, 11)[None]).logits.flatten()
     saves_as = run.recipe[name].saves_as
-    done = subprocess.run(
-        [sys.executable, "-c", LOADER, str(tmp_path / "saved"), saves_as],
-        capture_output=True,
-        text=True,
-        env={**__import__("os").environ, "HF_HOME": str(tmp_path / "hf")},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("LOGITS"))
-    got = torch.tensor(json.loads(line.removeprefix("LOGITS ")))
+    got = loader.logits(tmp_path / "saved", saves_as)
     torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-4)
     if saves_as == "remote_code":
         with pytest.raises(
