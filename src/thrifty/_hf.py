@@ -76,6 +76,15 @@ def enable_checkpointing(model: Any, kwargs: dict[str, Any]) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
 
 
+def copy_checkpointing(old: Any, new: Any, args: TrainingArguments) -> None:
+    """Switches checkpointing on in a model that takes the place of one that has it."""
+    name = "is_activation_checkpointing" if hasattr(old, "is_activation_checkpointing") else "is_gradient_checkpointing"
+    if getattr(old, name, False):
+        names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+        given: list[Any] = [getattr(args, name, None) for name in names]
+        enable_checkpointing(new, next((kwargs for kwargs in given if kwargs), {"use_reentrant": False}))
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The bare model with its own `forward`, without DDP and without accelerate's autocast wrapper."""
     bare = extract_model_from_parallel(model, keep_fp32_wrapper=False)
@@ -145,6 +154,26 @@ def keep_stream_position() -> None:
 
     skip_first_batches._thrifty = True  # type: ignore[attr-defined]
     trainer_module.skip_first_batches = skip_first_batches
+
+
+def random_state_globals() -> Any:
+    """A context in which `torch.load` takes what the trainer's `rng_state.pth` holds: arrays of numpy."""
+    from transformers.trainer_pt_utils import safe_globals
+
+    return safe_globals()
+
+
+def has_shuffle_buffer(dataset: Any) -> bool:
+    """Does a streamed data set of `datasets` shuffle through a buffer, whose content its state leaves out?"""
+    pending = [getattr(dataset, "_ex_iterable", None)]
+    while pending:
+        part = pending.pop()
+        if part is None:
+            continue
+        if "BufferShuffled" in type(part).__name__:
+            return True
+        pending += [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
+    return False
 
 
 def write_line(line: str) -> None:

@@ -109,9 +109,17 @@ class Context:
 
     def batches(self, count: int, model: nn.Module) -> list[Batch]:
         """`count` real collated training batches on the device. The position of the run is untouched."""
+        from thrifty.safety.iterable import is_map_style
+
         if self.data is None:
             raise InputError("there is no data in a dry run; the method needs a `dry_run_form`", key="planning")
         dataset = self.data.train_dataset
+        if not is_map_style(dataset):
+            raise InputError(
+                "a method looks at batches before training, which an iterable data set does not offer",
+                key="train_dataset",
+                fix="use a map-style data set (datasets.Dataset), or remove the method",
+            )
         order = torch.randperm(len(dataset), generator=self.rng("batches")).tolist()
         size = self.args.train_batch_size
         chosen = [order[i * size : (i + 1) * size] for i in range(count)]
@@ -157,8 +165,12 @@ class Context:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model as the methods have prepared it so far; without DDP around it."""
-        return self.trainer.model if self.trainer is not None else self._model
+        """The model without DDP around it; while data is prepared, the model that was given."""
+        return getattr(self.trainer, "model", self._model)
+
+    def set_model(self, model: nn.Module) -> None:
+        """Says which model there is before the trainer has one."""
+        self._model = model
 
     @property
     def syncing(self) -> bool:

@@ -53,17 +53,21 @@ class TrainingData:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A stretch of the run that trains one shape of the model, for the planner.
+    """A stretch of the run in which a step is cheaper than a full one, for the planner.
 
     Args:
         steps: Optimizer steps that this phase lasts.
         description: For people.
-        transform: Turns the full model into the one trained in this phase (None: the full model).
+        depth: Share of the blocks that run (their mean where they are drawn).
+        length: Share of the sequence that runs.
+        batch: Share of the global batch.
     """
 
     steps: int
     description: str
-    transform: Callable[[nn.Module], nn.Module] | None = None
+    depth: float = 1.0
+    length: float = 1.0
+    batch: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +162,26 @@ class Method:
                 changed[f.name] = list(value) if isinstance(value, tuple) else value
         return changed
 
+    def facts(self) -> Mapping[str, Any]:
+        """What it measured or found out during the run, for the log and the report: short names and values."""
+        return {}
+
     def phases(self, model_config: Any, total_steps: int) -> list[Phase] | None:
-        """The phases of the run where the model changes in mid-run; None where it does not."""
+        """The phases of the run where what a step costs changes in mid-run; None where it does not.
+
+        A dry run is of the full model: `prepare_model` of a method with phases is not called in it.
+        """
         return None
+
+    def held_bytes(self, trainable: int, itemsize: float, device: str) -> int:
+        """Bytes that the method itself keeps on the device during training, which a dry run of a step does not show.
+
+        Args:
+            trainable: Trainable parameters of the model.
+            itemsize: Bytes of each.
+            device: Kind of device (`cpu`, `cuda`, ...): what is held on the host counts on a CPU only.
+        """
+        return 0
 
     # --- before training ---
 
@@ -187,6 +208,9 @@ class Method:
         """Splits or changes parameter groups (`params`, `names`, `weight_decay`, optionally `lr`)."""
         return groups
 
+    def adjust_optimizer(self, optimizer: torch.optim.Optimizer, ctx: Context) -> None:
+        """Hangs hooks on an optimizer that was just built, whoever built it; in a dry run too."""
+
     def build_schedule(self, optimizer: torch.optim.Optimizer, total_steps: int, ctx: Context) -> Any:
         """Builds the learning-rate schedule. Needs the claim `schedule`."""
         raise NotImplementedError
@@ -196,6 +220,10 @@ class Method:
     def draw(self, next_batch: Callable[[], Batch], count: int, ctx: Context) -> list[Batch]:
         """Chooses which samples make this step: `count` micro-batches, from as many draws as it likes."""
         raise NotImplementedError
+
+    def shape_batch(self, batch: Batch, ctx: Context) -> Batch:
+        """Changes a micro-batch of the coming step before its targets are counted: its length, its resolution."""
+        return batch
 
     def wrap_training_step(self, step: Callable[..., torch.Tensor], ctx: Context) -> Callable[..., torch.Tensor]:
         """Middleware around forward and backward of a micro-batch: `step(model, inputs, num_items_in_batch)`."""

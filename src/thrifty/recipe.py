@@ -69,7 +69,7 @@ class Recipe:
         return next((method for method in self.methods if slot in method.spec.claims), None)
 
     def describe(self) -> list[dict[str, str]]:
-        """Name, title, settings, reason and source of each part, in order."""
+        """Name, title, settings, reason, source and findings of each part, in order."""
         return [
             {
                 "name": method.name,
@@ -77,6 +77,7 @@ class Recipe:
                 "settings": ", ".join(f"{key}={value}" for key, value in method.settings().items()),
                 "reason": method.reason(),
                 "source": "; ".join(str(source) for source in method.spec.sources),
+                "facts": method_facts(method),
             }
             for method in self.methods
         ]
@@ -149,6 +150,11 @@ class Recipe:
             )
         for method in self.methods:
             method.load_state_dict(state[method.name])
+
+
+def method_facts(method: Method) -> str:
+    """What the method found out during the run, as a text; empty before it."""
+    return ", ".join(f"{key}: {value}" for key, value in method.facts().items())
 
 
 def _parse_item(item: str | Mapping[str, Any] | Method) -> list[Method]:

@@ -22,12 +22,20 @@ from thrifty.errors import NotApplicable
 def auto_class_name(model: nn.Module) -> str:
     """The Auto class through which a model of this class is loaded, e.g. `AutoModelForCausalLM`."""
     name = type(model).__name__
-    order = ("CausalLM", "MaskedLM", "SequenceClassification", "ImageClassification", "Seq2SeqLM")
+    order = (
+        "Seq2SeqLM",
+        "CausalLM",
+        "MaskedLM",
+        "SequenceClassification",
+        "ImageClassification",
+        "ZeroShotImageClassification",
+    )
     tables = {
         "CausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "MaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "SequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
         "ImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        "ZeroShotImageClassification": modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
         "Seq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     }
     for kind in order:

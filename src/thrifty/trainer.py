@@ -6,10 +6,11 @@ With an empty recipe it is bit for bit its parent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -19,10 +20,11 @@ from transformers.trainer_utils import set_seed
 
 from thrifty import _hf
 from thrifty.context import Context
-from thrifty.errors import InputError
+from thrifty.errors import InputError, NotApplicable
 from thrifty.method import Batch, Method, TrainingData
-from thrifty.recipe import Recipe
+from thrifty.recipe import Recipe, method_facts
 from thrifty.replace import ReplaceModel
+from thrifty.safety.iterable import is_map_style
 from thrifty.safety.trainer import SafeTrainer
 from thrifty.stream import SampleStream
 
@@ -36,6 +38,7 @@ class Trainer(ReplaceModel, SafeTrainer):
     Args:
         guards: Which guards are on (`thrifty.safety.options.Guards`); True is all of them, False none.
         methods: Names, `{name: {setting: value}}` mappings or `Method` instances, or a `Recipe`.
+        precision: `auto` adds the mixed precision that the device does well, and says why in one line.
         task: A task of `thrifty.tasks` (or its name); inferred from the model where it is needed.
         *args: As for `transformers.Trainer`.
         **kwargs: As for `transformers.Trainer`.
@@ -50,12 +53,14 @@ class Trainer(ReplaceModel, SafeTrainer):
         self,
         *args: Any,
         methods: Recipe | Sequence[str | Mapping[str, Any] | Method] = (),
+        precision: Literal["auto"] | None = None,
         task: Any = None,
         guards: Any = True,
         **kwargs: Any,
     ) -> None:
         self.recipe = Recipe.parse(methods)
         self.recipe_finished = False
+        self._adjusted: torch.optim.Optimizer | None = None
         self.stream: SampleStream | None = None
         bound = inspect.signature(transformers.Trainer.__init__).bind(self, *args, **kwargs).arguments
         bound.pop("self")
@@ -63,8 +68,11 @@ class Trainer(ReplaceModel, SafeTrainer):
             from thrifty import tasks
 
             task = tasks.get(task)
+        given = bound.get("args") or TrainingArguments("tmp_trainer")
+        if precision is not None:
+            self.recipe = _with_precision(self.recipe, precision, given)
         self.ctx = Context(
-            args=bound.get("args") or TrainingArguments("tmp_trainer"),
+            args=given,
             task=task,
             processing_class=bound.get("processing_class"),
             trainer=self,
@@ -72,6 +80,8 @@ class Trainer(ReplaceModel, SafeTrainer):
         if self.recipe:
             bound = self._apply_recipe(dict(bound))
         super().__init__(guards=guards, **bound)
+        if task is not None and task.loss_without_labels:
+            self.can_return_loss = True  # the parent asks the model's signature, which does not say so for ViTMAE
         self.ctx.args = self.args
         if self.recipe:
             for method in self.recipe.using("attach"):
@@ -93,7 +103,9 @@ class Trainer(ReplaceModel, SafeTrainer):
             data_collator=bound.get("data_collator") or _default_collator(bound.get("processing_class")),
         )
         ctx.data = data
+        ctx.set_model(bound["model"])
         if data.train_dataset is not None:
+            self._refuse_iterable(data.train_dataset)
             for method in recipe.using("prepare_data"):
                 ctx.data = data = method.prepare_data(data, ctx)
             bound.update(
@@ -109,6 +121,15 @@ class Trainer(ReplaceModel, SafeTrainer):
 
     # --- data ---
 
+    def _refuse_iterable(self, dataset: Any) -> None:
+        choosers = self.recipe.using("draw") + self.recipe.using("prepare_data")
+        if choosers and not is_map_style(dataset):
+            raise NotApplicable(
+                "chooses or arranges samples, which an iterable data set does not offer",
+                key=f"methods.{choosers[0].name}",
+                fix="use a map-style data set (datasets.Dataset), or remove the method",
+            )
+
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
         if not self.recipe.using("draw"):
@@ -120,11 +141,11 @@ class Trainer(ReplaceModel, SafeTrainer):
         return self.stream
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        drawers = self.recipe.using("draw")
-        if not drawers:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = drawers[0].draw(self._next_batch, num_batches, self.ctx)
-        return super().get_batch_samples(iter(batches), num_batches, device)
+        drawers, shapers = self.recipe.using("draw"), self.recipe.using("shape_batch")
+        batches = iter(drawers[0].draw(self._next_batch, num_batches, self.ctx)) if drawers else epoch_iterator
+        for method in shapers:
+            batches = map(functools.partial(method.shape_batch, ctx=self.ctx), batches)
+        return super().get_batch_samples(batches, num_batches, device)
 
     def _next_batch(self) -> Batch:
         assert self.stream is not None
@@ -160,26 +181,22 @@ class Trainer(ReplaceModel, SafeTrainer):
         return [name for name in super().get_decay_parameter_names(model) if not any(part in name for part in spared)]
 
     def optimizer_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The parent's two groups (with and without decay), each with the `names` of its `params`."""
-        decay = set(self.get_decay_parameter_names(model))
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        # The parent goes by the word "bias"; T5's table of relative biases is a matrix like other embeddings.
-        decay |= {name for name, p in trained if name.endswith("bias.weight") and p.ndim == 2}
-        groups = []
-        for decays in (True, False):
-            chosen = [(name, p) for name, p in trained if (name in decay) is decays]
-            groups.append(
-                {
-                    "params": [p for _, p in chosen],
-                    "names": [name for name, _ in chosen],
-                    "weight_decay": self.args.weight_decay if decays else 0.0,
-                }
-            )
+        """The parent's two groups (with and without decay), each with the `names` of its `params`, as methods want them."""
+        groups = decay_groups(model, self.get_decay_parameter_names(model), self.args.weight_decay)
         for method in self.recipe.using("adjust_groups"):
             groups = method.adjust_groups(groups, self.ctx)
         return groups
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        optimizer: Any = self._build_optimizer(model)
+        bare = getattr(optimizer, "optimizer", optimizer)
+        if bare is not self._adjusted:
+            self._adjusted = bare
+            for method in self.recipe.using("adjust_optimizer"):
+                method.adjust_optimizer(bare, self.ctx)
+        return optimizer
+
+    def _build_optimizer(self, model: nn.Module | None) -> torch.optim.Optimizer:
         owner = self.recipe.owner("optimizer")
         self._remember_names()
         if self.optimizer is not None or (owner is None and not self.recipe.using("adjust_groups")):
@@ -239,8 +256,16 @@ class Trainer(ReplaceModel, SafeTrainer):
             yield
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with self.evaluating():
-            return super().evaluation_loop(*args, **kwargs)
+        collator: Any = self.data_collator
+        epoch = getattr(collator, "epoch", None)
+        if hasattr(collator, "set_epoch"):
+            collator.set_epoch(0)  # always the same masks, so that validation losses compare
+        try:
+            with self.evaluating():
+                return super().evaluation_loop(*args, **kwargs)
+        finally:
+            if hasattr(collator, "set_epoch"):
+                collator.set_epoch(epoch)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the parent's; at the end the recipe finishes the model: merged, folded, averaged, unmasked."""
@@ -251,6 +276,9 @@ class Trainer(ReplaceModel, SafeTrainer):
                 fix="make a new Trainer to go on from its weights",
             )
         result = super().train(resume_from_checkpoint, *args, **kwargs)
+        for method in self.recipe.using("facts"):
+            if facts := method_facts(method):
+                self.say(f"{method.name}: {facts}")
         self.finish()
         return result
 
@@ -344,6 +372,24 @@ class Trainer(ReplaceModel, SafeTrainer):
             columns.append("sample_id")
 
 
+def decay_groups(model: nn.Module, decay: Sequence[str], weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups, with and without decay, each with `params`, their `names` and `weight_decay`."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    # The parent goes by the word "bias"; T5's table of relative biases is a matrix like other embeddings.
+    decaying = {*decay, *(name for name, p in trained if name.endswith("bias.weight") and p.ndim == 2)}
+    groups = []
+    for decays in (True, False):
+        chosen = [(name, p) for name, p in trained if (name in decaying) is decays]
+        groups.append(
+            {
+                "params": [p for _, p in chosen],
+                "names": [name for name, _ in chosen],
+                "weight_decay": weight_decay if decays else 0.0,
+            }
+        )
+    return groups
+
+
 class _RecipeEvents(TrainerCallback):
     """Passes the trainer's events on to the methods, in the recipe's order."""
 
@@ -365,6 +411,19 @@ class _RecipeEvents(TrainerCallback):
     def _tell(self, event: str, args: Any, state: Any, control: Any, kwargs: Any) -> None:
         for method in self._listeners[event]:
             getattr(method, event)(args, state, control, **kwargs)
+
+
+def _with_precision(recipe: Recipe, precision: str, args: TrainingArguments) -> Recipe:
+    from thrifty.hardware.detect import detect
+    from thrifty.hardware.precision import AUTO, check_auto, choose_precision
+
+    if precision != AUTO:
+        raise InputError("is not auto", key="precision", value=precision, fix=f"auto, or methods=[{precision!r}]")
+    check_auto(recipe, {name: getattr(args, name) for name in ("bf16", "fp16", "tf32")})
+    choice = choose_precision(detect(use_cpu=args.device.type == "cpu"))
+    if args.process_index == 0:
+        _hf.write_line(f"precision: {choice.line}")
+    return Recipe.parse([*recipe, *choice.methods])
 
 
 def _rank_state(rank: int) -> str:

@@ -7,19 +7,20 @@ import sys
 import traceback
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 
-def logits(folder: str, saves_as: str) -> list[float]:
+def logits(folder: str, saves_as: str, auto: str, inputs: dict[str, list]) -> list[float]:
     if saves_as == "peft":
         from peft import AutoPeftModelForCausalLM
 
         model = AutoPeftModelForCausalLM.from_pretrained(folder)
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=saves_as == "remote_code")
+        model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=saves_as == "remote_code")
     model.eval()
     with torch.no_grad():
-        return model(input_ids=torch.arange(3, 11)[None]).logits.flatten().tolist()
+        output = model(**{key: torch.tensor(value) for key, value in inputs.items()})
+    return (output.logits if "logits" in output else output.logits_per_text).flatten().tolist()
 
 
 def main() -> None:

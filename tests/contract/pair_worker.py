@@ -5,10 +5,13 @@ A job is a line of JSON: methods, arguments of the run, and where rank 0 leaves 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -16,13 +19,29 @@ import torch
 import torch.distributed as dist
 
 import tiny
+from faults import exhaust
 
 
 def work(job: dict) -> dict:
-    run = tiny.trainer(
-        job["folder"], job["methods"], tiny.FAMILIES[job.get("family", "llama")](layers=2), **job["arguments"]
-    )
-    run.train(resume_from_checkpoint=job.get("resume"))
+    build = tiny.BY_TASK[job["task"]] if "task" in job else tiny.FAMILIES[job.get("family", "llama")]
+    run = tiny.trainer(job["folder"], job["methods"], build(layers=2), **job["arguments"])
+    seen: list[list[int]] = []
+    original = run.get_batch_samples
+
+    def get_batch_samples(*args: Any) -> Any:
+        batches, items = original(*args)
+        seen.append([int(i) for batch in batches for i in batch.get("sample_id", [])])
+        return batches, items
+
+    run.get_batch_samples = get_batch_samples
+    fault = dict(job.get("exhaust") or {})
+    if fault and fault.pop("rank") == dist.get_rank():
+        exhaust(run, **fault)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        run.train(resume_from_checkpoint=job.get("resume"))
+    of_all: list[Any] = [None, None]
+    dist.all_gather_object(of_all, (seen, told.getvalue()))
     weights = tiny.weights(run.model)
     agreed = []
     for tensor in weights.values():
@@ -31,7 +50,15 @@ def work(job: dict) -> dict:
         agreed.append(torch.equal(other, tensor))
     if dist.get_rank() == 0:
         torch.save(weights, job["out"])
-    return {"agreed": all(agreed), "losses": tiny.losses(run), "world": run.args.world_size}
+    steps = [[first, second] for first, second in zip(of_all[0][0], of_all[1][0], strict=True)]
+    told = [text for _, text in of_all]
+    return {
+        "agreed": all(agreed),
+        "losses": tiny.losses(run),
+        "world": run.args.world_size,
+        "seen": steps,
+        "told": told,
+    }
 
 
 def main() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
-from transformers import AutoModelForCausalLM
 
 import tiny
-from thrifty import NotApplicable, Recipe, _hf
+from thrifty import NotApplicable, Recipe, _hf, tasks
 from thrifty.method import card_of, registry
 
 NAMES = registry.names()
@@ -25,20 +27,27 @@ def preset(name: str) -> dict:
     return {name: dict(registry.get(name).spec.preset)}
 
 
-def build(tmp_path, name, **overrides):
+def build(tmp_path, name, model=None, **overrides):
     """A trainer with this method alone; skips where the method says that it cannot work on this machine."""
     try:
-        return tiny.trainer(tmp_path, [preset(name)], tiny.llama(dropout=0.1), **overrides)
+        return tiny.trainer(tmp_path, [preset(name)], model or tiny.for_method(name, dropout=0.1), **overrides)
     except NotApplicable as refusal:
         pytest.skip(f"refused on this machine: {refusal}")
 
 
 @pytest.fixture(scope="session")
 def plain_run(tmp_path_factory):
-    """The same run without any method."""
-    run = tiny.trainer(tmp_path_factory.mktemp("plain"), (), tiny.llama(dropout=0.1), max_steps=STEPS)
-    run.train()
-    return run
+    """The same run without any method, for each model that a method is tested on."""
+
+    @functools.cache
+    def run_of(task: str):
+        method = next(name for name in NAMES if tiny.task_for(name) == task)
+        model = tiny.for_method(method, dropout=0.1)
+        run = tiny.trainer(tmp_path_factory.mktemp("plain"), (), model, max_steps=STEPS)
+        run.train()
+        return run
+
+    return lambda name: run_of(tiny.task_for(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +89,7 @@ def test_trains_and_acts(tmp_path, name, plain_run):
     if name in SILENT:
         assert SILENT[name](run)
     else:
-        assert losses != tiny.losses(plain_run), f"{name} changed nothing"
+        assert losses != tiny.losses(plain_run(name)), f"{name} changed nothing"
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5])
@@ -109,7 +118,13 @@ def test_micro_batches_do_not_matter(tmp_path, name):
             del overrides["gradient_accumulation_steps"]
         try:
             run = tiny.trainer(
-                tmp_path / str(size), methods, tiny.llama(), max_steps=4, optim="sgd", learning_rate=rate, **overrides
+                tmp_path / str(size),
+                methods,
+                tiny.for_method(name),
+                max_steps=4,
+                optim="sgd",
+                learning_rate=rate,
+                **overrides,
             )
         except NotApplicable:
             pytest.skip("refused on this machine")
@@ -132,10 +147,12 @@ class Loader:
             env={**os.environ, "HF_HOME": str(folder / "hf")},
         )
 
-    def logits(self, folder: Path, saves_as: str) -> torch.Tensor:
+    def logits(self, folder: Path, saves_as: str, auto: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"folder": str(folder), "saves_as": saves_as}) + "\n")
+        numbers = {key: value.tolist() for key, value in inputs.items()}
+        job = {"folder": str(folder), "saves_as": saves_as, "auto": auto, "inputs": numbers}
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith("ANSWER "):
@@ -160,20 +177,26 @@ def loader(tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_result_loads_without_thrifty(tmp_path, name, loader):
-    run = build(tmp_path / "run", name, max_steps=3)
+    base: Any = tiny.for_method(name, dropout=0.1)
+    if registry.get(name).spec.saves_as == "peft":  # an adapter is nothing without the model that it names
+        base.save_pretrained(tmp_path / "base")
+        base.name_or_path = str(tmp_path / "base")
+    run = build(tmp_path / "run", name, base, max_steps=3)
     run.train()
     run.save_model(str(tmp_path / "saved"))
     model = _hf.unwrap(run.model).eval()  # without autocast: the loader has none either
     with torch.no_grad():
-        expected = model(input_ids=torch.arange(3, 11)[None]).logits.flatten()
+        inputs = tiny.fixed_inputs(tiny.for_method(name))
+        expected = tiny.scores_of(model(**inputs)).flatten()
     saves_as = run.recipe[name].saves_as
-    got = loader.logits(tmp_path / "saved", saves_as)
+    auto = tasks.get(str(tiny.task_for(name))).auto_name
+    got = loader.logits(tmp_path / "saved", saves_as, auto, inputs)
     torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-4)
     if saves_as == "remote_code":
         with pytest.raises(
             ValueError, match="trust_remote_code"
         ):  # loading it as the plain architecture must fail, not give other logits
-            AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=False)
+            getattr(transformers, auto).from_pretrained(tmp_path / "saved", trust_remote_code=False)
 
 
 @pytest.mark.parametrize("name", NAMES)

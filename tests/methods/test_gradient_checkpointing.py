@@ -14,8 +14,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import tiny
 from methods import loops
 from thrifty import InputError, NotApplicable, Recipe
+from thrifty._hf import enable_checkpointing
 from thrifty.architecture import main_blocks
-from thrifty.methods.checkpointing.gradient_checkpointing import checkpoint_blocks
+from thrifty.methods.checkpointing._selective import keep_products_context
+from thrifty.methods.checkpointing.gradient_checkpointing import (
+    GradientCheckpointing,
+    checkpoint_blocks,
+    checkpoint_some,
+)
+from thrifty.planner._private import TorchDispatchMode, profiled_allocations
 
 FAMILIES = {
     "llama": lambda: tiny.llama(4, dropout=0.2),
@@ -23,6 +30,19 @@ FAMILIES = {
     "bert": lambda: tiny.bert(4, dropout=0.2),
     "vit": lambda: tiny.vit(4),
 }
+
+
+class CountOps(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
 
 
 def _gradients(model: nn.Module, seed: int = 9) -> dict[str, torch.Tensor]:
@@ -159,6 +179,120 @@ def test_refused_where_the_model_has_no_support(tmp_path):
         tiny.trainer(tmp_path, ["gradient-checkpointing"], Unsupported(PreTrainedConfig()))
 
 
-def test_bad_settings():
-    with pytest.raises(InputError, match="every must be at least 1"):
-        Recipe.parse([{"gradient-checkpointing": {"every": 0}}])
+POLICIES: list[dict[str, Any]] = [
+    {"policy": "sqrt"},
+    {"policy": "every-n", "every": 3},
+    {"policy": "k-of-l", "k": 2},
+    {"policy": "selective"},
+    {"policy": "optimal", "budget": 0.6},
+    {"policy": "milp", "budget": 0.8},
+]
+
+
+@pytest.mark.parametrize("settings", POLICIES, ids=lambda s: s["policy"])
+@pytest.mark.parametrize("family", ["gpt2", "vit"])
+def test_policies_train_as_without_and_resume(tmp_path, family, settings):
+    run = loops.resumes(tmp_path, [{"gradient-checkpointing": settings}], FAMILIES[family])
+    expected = {"k-of-l": 2, "every-n": 2}.get(settings["policy"], 4)
+    assert run.recipe["gradient-checkpointing"].checkpointed == expected
+    plain = tiny.trainer(tmp_path / "plain", [], FAMILIES[family](), max_steps=3)
+    plain.train()
+    tiny.assert_same(tiny.weights(run.model), tiny.weights(plain.model))
+
+
+@pytest.mark.parametrize(("side", "twice"), [("first", [2, 2, 2, 1]), ("last", [1, 2, 2, 2])])
+def test_k_of_l(side, twice):
+    model = tiny.llama(4)
+    checkpoint_blocks(model)
+    assert checkpoint_some(model, 3, side=side) == 3
+    calls = [loops.count_calls(block.get_submodule("mlp.up_proj")) for block in main_blocks(model, "test")]
+    _gradients(model)
+    assert [len(c) for c in calls] == twice
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_selective_runs_products_once_and_the_rest_twice(family):
+    plain, ours = FAMILIES[family](), FAMILIES[family]()
+    enable_checkpointing(ours, {"use_reentrant": False, "context_fn": keep_products_context})
+    tiny.assert_same(_gradients(ours), _gradients(plain))
+    counts = []
+    for model in (plain, ours):
+        counter = CountOps()
+        with counter:
+            _gradients(model)
+        counts.append(counter.counts)
+    # Attention with dropout is made of products of batches here, which are kept.
+    for name in ("aten.mm", "aten.addmm", "aten.bmm"):
+        assert counts[0].get(name, 0) == counts[1].get(name, 0)
+    cheap = {"llama": "aten.silu", "bert": "aten.gelu"}[family]
+    assert counts[1][cheap] == counts[0][cheap] + 4
+
+
+def test_selective_keeps_between_nothing_and_all():
+    held = {}
+    for name, kwargs in (("full", {}), ("selective", {"context_fn": keep_products_context}), ("none", None)):
+        model = tiny.llama(4)
+        if kwargs is not None:
+            enable_checkpointing(model, {"use_reentrant": False, **kwargs})
+        model.train()
+        inputs = loops.batch(model)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            loss = model(**inputs).loss
+        held[name] = sum(profiled_allocations(profile))
+        del loss
+    assert held["full"] < held["selective"] < held["none"]
+
+
+def test_memory_budget_is_set_for_the_compiler(tmp_path):
+    import torch._functorch.config as compiler
+
+    before = compiler.activation_memory_budget
+    with pytest.raises(NotApplicable, match="the model is not compiled"):
+        tiny.trainer(tmp_path, [{"gradient-checkpointing": {"policy": "memory-budget"}}])
+    method = GradientCheckpointing(policy="memory-budget", budget=0.25)
+    method.on_train_begin(None, None, None, model=tiny.llama())  # type: ignore[arg-type]
+    assert compiler.activation_memory_budget == 0.25
+    method.on_train_end(None, None, None)  # type: ignore[arg-type]
+    assert compiler.activation_memory_budget == before
+
+
+def test_schedules_refuse_compiled_models(tmp_path):
+    with pytest.raises(NotApplicable, match="the compiler does not see"):
+        tiny.trainer(tmp_path, [{"gradient-checkpointing": {"policy": "sqrt"}}], torch_compile=True)
+
+
+def test_growing_keeps_the_schedule(tmp_path):
+    methods: list[Any] = [{"gradient-checkpointing": {"policy": "optimal"}}]
+    grow = {"stacking": {"start_layers": 1, "boundaries": [0.5]}}
+    runs = []
+    for recipe in ([*methods, grow], [grow]):
+        run = tiny.trainer(tmp_path / str(len(recipe)), recipe, tiny.llama(4, dropout=0.1), max_steps=4)
+        run.train()
+        runs.append(run)
+    assert len(runs[0].recipe["gradient-checkpointing"].scheduled.blocks) == 4
+    tiny.assert_same(tiny.weights(runs[0].model), tiny.weights(runs[1].model))
+
+
+def test_schedules_with_adapters(tmp_path):
+    runs = []
+    for methods in (["lora"], ["lora", {"gradient-checkpointing": {"policy": "optimal", "budget": 0.6}}]):
+        run = tiny.trainer(tmp_path / str(len(methods)), methods, FAMILIES["llama"](), max_steps=2, learning_rate=0.05)
+        run.train()
+        runs.append(tiny.weights(run.model))
+    tiny.assert_same(*runs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every must be at least 1"),
+        ({"every": 2, "policy": "sqrt"}, "every=2 does not go with the policy sqrt"),
+        ({"policy": "k-of-l", "k": 0}, "k must be at least 1"),
+        ({"policy": "optimal", "budget": 1.5}, "budget must be above 0"),
+        ({"budget_bytes": 100}, "goes with optimal and milp only"),
+        ({"policy": "twice"}, "is not one of"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(InputError, match=message):
+        Recipe.parse([{"gradient-checkpointing": settings}])

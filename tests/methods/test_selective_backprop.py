@@ -12,7 +12,8 @@ import tiny
 from methods import loops
 from thrifty import InputError, NotApplicable, Recipe, tasks
 from thrifty.methods.attention.packing import collate_packed, pack
-from thrifty.methods.selection.selective_backprop import LossSelector, join_samples, split_samples
+from thrifty.methods.selection.selective_backprop import LossSelector
+from thrifty.samples import join_samples, split_samples
 
 
 def _rng(seed: int = 0) -> torch.Generator:

@@ -185,3 +185,15 @@ def test_without_an_output_folder_the_next_free_one_is_taken(
     for number in (1, 2):
         assert main(["train", "my.yaml"]) == 0
         assert (tmp_path / "runs" / f"my-00{number}" / "model.safetensors").is_file()
+
+
+def test_precision_auto_is_settled_in_the_run_file(
+    base_values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from thrifty.hardware.detect import detect
+    from thrifty.hardware.precision import choose_precision
+
+    run.train(parse_config({**base_values, "precision": "auto", "output_dir": str(tmp_path / "out")}))
+    choice = choose_precision(detect(use_cpu=True))
+    assert choice.methods == tuple(yaml_text.read_mapping(tmp_path / "out" / "run.yaml").get("methods") or ())
+    assert choice.line.split(":")[0] in capsys.readouterr().out

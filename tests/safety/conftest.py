@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from faults import InjectOom
 
-class InjectOom(TorchDispatchMode):
-    """Raises an out-of-memory error at the n-th operation (1-based) that allocates, forward and backward alike."""
 
-    def __init__(self, at_allocation: int, error: BaseException | None = None, times: int = 1) -> None:
-        super().__init__()
-        self.at, self.error, self.count, self.left = at_allocation, error, 0, times
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        views_or_writes = func.is_view or func._schema.is_mutable
-        if isinstance(out, torch.Tensor) and not views_or_writes:
-            self.count += 1
-            if self.left and self.count >= self.at:
-                self.left -= 1
-                self.at = 1
-                raise self.error or torch.OutOfMemoryError("Tried to allocate 20.00 MiB. GPU 0 is full (injected)")
-        return out
+@pytest.fixture(autouse=True, scope="module")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THRIFTY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 import tiny
+from faults import exhaust
 from thrifty.errors import InputError
 from thrifty.safety.numbers import NonFinite
 from thrifty.safety.options import Guards
@@ -40,23 +41,6 @@ def spoil(run, step, times=1):
         return loss
 
     run.compute_loss = compute_loss
-
-
-def exhaust(run, step, occurrence=1, after_backward=False):
-    """Raises an out-of-memory in the `step`-th step, at its `occurrence`-th micro-batch."""
-    seen = [0]
-    original = run.accelerator.backward
-
-    def backward(loss, **kwargs):
-        if run.state.global_step == step - 1 and run.is_in_train:
-            seen[0] += 1
-            if seen[0] == occurrence:
-                if after_backward:
-                    original(loss, **kwargs)  # some gradients have been added already
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (injected)")
-        original(loss, **kwargs)
-
-    run.accelerator.backward = backward
 
 
 # --- numbers ---
@@ -118,7 +102,7 @@ def test_oom_gives_the_run_of_the_smaller_micro_batch(tmp_path, after_backward, 
     plain = tiny.trainer(tmp_path / "a", (), tiny.llama(), **settings)
     plain.train()
     struck = tiny.trainer(tmp_path / "b", (), tiny.llama(), **settings)
-    exhaust(struck, step=3, occurrence=accumulation, after_backward=after_backward)
+    exhaust(struck, step=3, occurrence=accumulation, part="after-backward" if after_backward else "backward")
     struck.train()
     assert struck.state.global_step == 5
     assert "micro-batches of 2 rows" in capsys.readouterr().out

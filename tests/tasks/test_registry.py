@@ -60,4 +60,4 @@ def test_unknown_names_and_classes_are_answered():
         tasks.infer(BertModel(BERT))
     with pytest.raises(InputError, match="no task is known for the class Linear"):
         tasks.infer(torch.nn.Linear(2, 2))
-    assert set(tasks.names()) == {"causal-lm", "masked-lm", "text-classification", "image-classification"}
+    assert {"causal-lm", "masked-lm", "seq2seq-lm", "masked-image-modeling", "image-text"} < set(tasks.names())

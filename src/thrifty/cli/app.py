@@ -22,6 +22,8 @@ VERBS = (
     "train",
     "evaluate",
     "generate",
+    "bench",
+    "compare",
     "methods",
     "plan",
     "estimate",

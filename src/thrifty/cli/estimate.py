@@ -42,7 +42,7 @@ def estimate(
     found = predict(
         workload, device=device, devices=devices, sharding=sharding, memory=memory,
         micro_batch=micro_batch if micro_batch is not None else run.get("per_device_train_batch_size", 1),
-        accumulation=accumulation if accumulation is not None else run.get("gradient_accumulation_steps", 1),
+        accumulation=accumulation if accumulation is not None else run.get("gradient_accumulation_steps"),
     )  # fmt: skip
     if json:
         from thrifty.report.files import to_json

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +35,9 @@ def plan(
     output: Annotated[str, typer.Option("--output", help="The folder for --export.")] = ".",
     write: Annotated[str | None, typer.Option("--write", help="Write a run file to train with.")] = None,
     html: Annotated[str | None, typer.Option("--html", help="Write a page with the memory timeline.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Train three real steps of the choice here, and plan again with them.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find the fastest configuration that fits, without the device, and say why."""
@@ -44,7 +47,9 @@ def plan(
     from thrifty.cli.estimate import read_workload
     from thrifty.errors import InputError
     from thrifty.planner import export as tools
+    from thrifty.planner.plan import as_device
     from thrifty.planner.plan import plan as search
+    from thrifty.planner.residuals import describe
     from thrifty.report.files import to_json
 
     if export is not None and export not in tools.TOOLS:
@@ -62,7 +67,13 @@ def plan(
             raise InputError("the global batch is yours to say", key="global_batch", fix="--global-batch 64")
         batch = int(run["per_device_train_batch_size"]) * int(run.get("gradient_accumulation_steps", 1)) * devices
     allowed = [word.strip() for word in allow.split(",") if word.strip()]
-    found = search(workload, device=device, devices=devices, memory=memory, global_batch=batch, allow=allowed)
+    options: dict[str, Any] = {"devices": devices, "global_batch": batch, "allow": allowed}
+    if verify:
+        from thrifty.planner.verify import verified_plan
+
+        found = verified_plan(workload, device=as_device(device, memory), **options)
+    else:
+        found = search(workload, device=device, memory=memory, **options)
     for path in (write, html):
         if path is not None and found.chosen is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +92,8 @@ def plan(
         raise typer.Exit(0 if found.chosen is not None else WRONG_INPUT)
     typer.echo("\n".join(found.explanation))
     typer.echo(f"({found.configurations} configurations in {found.seconds:.1f} s)")
+    for entry in found.verified:
+        typer.echo(describe(entry))
     for name, why in found.rejected.items():
         typer.echo(f"not usable here: {name}: {why}")
     if exported is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import enum
 import functools
 import inspect
@@ -67,7 +68,15 @@ def plain_type(annotation: Any, choices: Iterable[str] | None) -> Any:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """The strings that stand below the fields of a dataclass."""
+    """The strings that stand below the fields of a dataclass and of those that it derives from."""
+    docs: dict[str, str] = {}
+    for part in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(part):
+            docs.update(_own_attribute_docs(part))
+    return docs
+
+
+def _own_attribute_docs(cls: type) -> dict[str, str]:
     tree: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     docs: dict[str, str] = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):

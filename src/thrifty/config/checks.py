@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,75 @@ def check_choices(config: RunConfig) -> None:
                 value=backend,
                 fix="inductor",
             )
+    mode = config.arguments.get("torch_compile_mode")
+    if mode is not None:
+        import torch._inductor
+
+        modes = ["default", *torch._inductor.list_mode_options()]
+        if mode not in modes:
+            raise InputError(
+                f"torch has no such mode{did_you_mean(mode, modes)}",
+                key="torch_compile_mode",
+                value=mode,
+                fix=f"one of {', '.join(modes)}",
+            )
+    for key in _MAPPINGS:
+        _check_mapping(key, config.arguments.get(key))
+    _check_schedule(config.arguments)
+    words = config.arguments.get("optim_args")
+    if words is not None and not all(part.partition("=")[1] for part in words.replace(" ", "").split(",")):
+        raise InputError(
+            "is no list of key=value", key="optim_args", value=words, fix="optim_args: key=value,key=value"
+        )
+    labels = config.arguments.get("label_names")
+    if labels is not None and labels != ["labels"]:
+        raise InputError("the tasks name their labels", key="label_names", value=labels, fix="leave label_names out")
+
+
+_MAPPINGS = ("accelerator_config", "fsdp_config", "deepspeed", "activation_checkpointing_kwargs", "lr_scheduler_kwargs")
+
+
+def _check_mapping(key: str, value: Any) -> None:
+    """A text in place of a mapping is the path of a JSON file, or JSON itself."""
+    if not isinstance(value, str):
+        return
+    text = value
+    if not value.lstrip().startswith("{"):
+        path = Path(value).expanduser()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InputError("is neither JSON nor a file", key=key, value=value, fix="a mapping") from error
+    try:
+        mapping = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"is not valid JSON ({error})", key=key, value=value, fix="a mapping") from error
+    if not mapping:
+        raise InputError("holds no mapping", key=key, value=value, fix="a mapping")
+
+
+def _check_schedule(arguments: dict[str, Any]) -> None:
+    """The settings of a schedule are handed to its function, which knows some names only."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+    from transformers.trainer_utils import SchedulerType
+
+    settings = arguments.get("lr_scheduler_kwargs") or {}
+    settings = json.loads(settings) if isinstance(settings, str) and settings.lstrip().startswith("{") else settings
+    if not isinstance(settings, dict):
+        raise InputError("holds no mapping", key="lr_scheduler_kwargs", value=settings, fix="a mapping")
+    name = arguments.get("lr_scheduler_type", "linear")
+    parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = [key for key in parameters if key not in ("optimizer", "num_warmup_steps", "num_training_steps")]
+    unknown = next((key for key in settings if key not in known), None)
+    if unknown is not None:
+        raise InputError(
+            f"the schedule '{name}' has no such setting{did_you_mean(unknown, known)}",
+            key=f"lr_scheduler_kwargs.{unknown}",
+            value=settings[unknown],
+            fix=f"its settings are: {', '.join(known) or 'none'}",
+        )
 
 
 def _check_trackers(names: Any) -> None:

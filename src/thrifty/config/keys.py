@@ -10,7 +10,15 @@ from typing import Any, Literal
 class RunKeys:
     """Model, task, methods and output of a run. The string below a field is its documentation everywhere."""
 
-    task: Literal["causal-lm", "masked-lm", "text-classification", "image-classification"] = "causal-lm"
+    task: Literal[
+        "causal-lm",
+        "masked-lm",
+        "text-classification",
+        "image-classification",
+        "seq2seq-lm",
+        "masked-image-modeling",
+        "image-text",
+    ] = "causal-lm"
     """What the model learns to do."""
     model_name_or_path: str | None = None
     """A local folder or a hub id of the model to start from."""
@@ -36,7 +44,16 @@ class RunKeys:
     attention: str | dict[str, dict[str, Any] | None] | None = None
     """Shorthand: a method that claims the slot `attention`."""
     precision: str | dict[str, dict[str, Any] | None] | None = None
-    """Shorthand: a method that claims the slot `precision`."""
+    """Shorthand: a method that claims the slot `precision`; auto takes what the device does well, and says why."""
+
+    plan: Literal["auto"] | None = None
+    """auto chooses micro-batch, accumulation and the methods that leave the mathematics unchanged, for this machine."""
+    global_batch_size: int | None = None
+    """Samples of an optimizer step on all devices. `plan: auto` divides it; without a plan, accumulation does."""
+    plan_memory: str | None = None
+    """plan: auto: what one device may use, e.g. 8GiB; None is what it has."""
+    plan_allow: list[str] = field(default_factory=list)
+    """plan: auto: methods or sections that may change the mathematics, e.g. [lora]."""
 
     output_dir: str | None = None
     """Where everything is written; left out, the next free folder below `runs`."""
@@ -45,9 +62,9 @@ class RunKeys:
     resume: Literal[False, "auto"] | str = False
     """auto continues from the newest checkpoint in `output_dir` if there is one; a path continues from that one."""
     sample_prompt: str | None = None
-    """causal-lm: what the passage that is generated after training starts with."""
+    """causal-lm, seq2seq-lm: what the passage that is generated after training starts with."""
     max_new_tokens: int = 80
-    """causal-lm: the length of that passage in tokens."""
+    """causal-lm, seq2seq-lm: the length of that passage in tokens."""
     num_threads: int | None = None
     """Processor threads for one operation; None keeps torch's own choice. Other numbers round differently."""
 

@@ -16,6 +16,7 @@ from thrifty.config.overrides import apply_overrides
 from thrifty.config.retired import check_retired
 from thrifty.data.options import DataOptions
 from thrifty.errors import InputError, did_you_mean
+from thrifty.hardware.precision import AUTO, check_auto
 from thrifty.safety.options import Guards
 
 if TYPE_CHECKING:
@@ -56,10 +57,14 @@ class RunConfig(RunKeys):
         if isinstance(values.get("parallelism_config"), dict):
             from accelerate.parallelism_config import ParallelismConfig
 
-            values["parallelism_config"] = ParallelismConfig(**values["parallelism_config"])
+            try:
+                values["parallelism_config"] = ParallelismConfig(**values["parallelism_config"])
+            except (TypeError, ValueError) as error:
+                value = values["parallelism_config"]
+                raise InputError(str(error), key="parallelism_config", value=value, fix="see accelerate") from error
         try:
             args = TrainingArguments(output_dir=str(output_dir), seed=self.data.seed, **values)
-        except (ValueError, TypeError, ImportError, NotImplementedError) as error:
+        except (ValueError, TypeError, KeyError, OSError, ImportError, NotImplementedError) as error:
             text = " ".join(str(error).split())
             named = [key for key in values if key in text]
             key = named[0] if named else None
@@ -196,6 +201,9 @@ def _fold_shorthands(config: RunConfig) -> None:
         value = getattr(config, slot)
         if value is None:
             continue
+        if slot == "precision" and value == AUTO:  # known when the device is: `thrifty.run.training`
+            check_auto(Recipe.parse(config.methods), config.arguments, config.dtype)
+            continue
         if isinstance(value, dict) and len(value) != 1:
             raise InputError(
                 "names no single method", key=slot, value=value, fix=f"{slot}: name, or {slot}: {{name: {{...}}}}"
@@ -207,7 +215,9 @@ def _fold_shorthands(config: RunConfig) -> None:
                 f"no method of that name fills this slot{did_you_mean(name, fitting)}",
                 key=slot,
                 value=value,
-                fix=f"one of {', '.join(fitting)}" if fitting else f"leave {slot} out",
+                fix=f"one of {', '.join([*fitting, *([AUTO] if slot == 'precision' else [])])}"
+                if fitting
+                else f"leave {slot} out",
             )
         holder = Recipe.parse(config.methods).owner(slot)
         if holder is not None:
@@ -236,6 +246,14 @@ def _check_methods(config: RunConfig) -> None:
             )
 
 
+def _exists(key: str, value: str) -> bool:
+    try:
+        return Path(value).expanduser().exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, no such home
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"cannot be a path ({reason})", key=key, value=value, fix="a path or an id") from error
+
+
 def _make_absolute(config: RunConfig) -> None:
     """Local paths become absolute, so that the resolved file works from any folder; hub ids stay."""
     for owner, names in (
@@ -244,5 +262,5 @@ def _make_absolute(config: RunConfig) -> None:
     ):
         for name in names:
             value = getattr(owner, name)
-            if value is not None and Path(value).expanduser().exists():
+            if value is not None and _exists(key=name, value=value):
                 setattr(owner, name, str(Path(value).expanduser().resolve()))

@@ -48,10 +48,12 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     "dataloader_prefetch_factor": POSITIVE,
     "vocab_size": {"ge": 260},
     "max_new_tokens": NOT_NEGATIVE,
+    "global_batch_size": POSITIVE,
     "num_threads": POSITIVE,
     "validation_fraction": {"ge": 0, "lt": 1},
     "max_length": {"ge": 2},
     "max_non_finite_in_a_row": POSITIVE,
+    "neftune_noise_alpha": {"gt": 0, "lt": 1000},
     "mlm_probability": {"gt": 0, "lt": 1},
     "preprocessing_num_workers": POSITIVE,
 }

@@ -58,7 +58,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
-        key = key_node.value
+        key = str(key_node.value)
         line = key_node.start_mark.line + 1
         if key in seen and key != "<<":
             raise InputError(
@@ -66,6 +66,10 @@ def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[
             )
         seen[key] = line
     loader.flatten_mapping(node)
+    compound = next((key for key, _ in node.value if not isinstance(key, yaml.ScalarNode)), None)
+    if compound is not None:
+        line = compound.start_mark.line + 1
+        raise InputError(f"line {line} of {loader.name} has a key that is no word", fix="write keys as plain words")
     mapping: dict[Any, Any] = loader.construct_mapping(node, deep=True)
     wrong = next((key for key in mapping if not isinstance(key, str)), None)
     if wrong is not None:
@@ -101,6 +105,8 @@ def parse(text: str, name: str = "the text") -> Any:
         raise InputError(
             f"{name}{where} is not valid YAML: {problem}", fix="check quotes, colons and indentation"
         ) from error
+    except RecursionError:
+        raise InputError(f"{name} is nested too deeply", fix="check brackets and indentation") from None
     finally:
         loader.dispose()
 
@@ -152,6 +158,8 @@ def _parse_json(text: str, name: str) -> Any:
             f"{name}, line {error.lineno}, column {error.colno} is not valid JSON: {error.msg}",
             fix="check quotes and commas",
         ) from error
+    except RecursionError:
+        raise InputError(f"{name} is nested too deeply", fix="check brackets") from None
 
 
 def dump(content: Any) -> str:

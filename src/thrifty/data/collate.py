@@ -156,6 +156,71 @@ class ImageCollator:
         return with_sample_ids(batch, features)
 
 
+@dataclass
+class Seq2SeqCollator:
+    """Batches for encoder-decoders: `input_ids` (B, S), `labels` (B, T) with -100 at padding, and `attention_mask`
+    (B, S) where a source is padded."""
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, features: Features) -> Batch:
+        ids = [feature["input_ids"] for feature in features]
+        batch: Batch = {"input_ids": pad(ids, self.pad_token_id, self.pad_to_multiple_of)}
+        mask = attention_mask(ids, batch["input_ids"].shape[1])
+        if mask is not None:
+            batch["attention_mask"] = mask
+        batch["labels"] = pad([feature["labels"] for feature in features], IGNORED, self.pad_to_multiple_of)
+        return with_sample_ids(batch, features)
+
+
+@dataclass
+class NoiseCollator(ImageCollator):
+    """Batches for masked auto-encoders: `pixel_values` (B, C, H, W) and `noise` (B, patches), whose smallest entries
+    stay visible.
+
+    The noise is a function of (`seed`, epoch, image) and of nothing else, so that neither batch size nor a resume
+    changes what is masked. Call `set_epoch` at the start of each epoch for new masks.
+    """
+
+    patches: int
+    seed: int = 42
+    epoch: int = field(default=0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the masks of that epoch (counted from 0)."""
+        self.epoch = int(epoch)
+
+    def __call__(self, features: Features) -> Batch:
+        import torch
+
+        batch = super().__call__(features)
+        rows = [self._noise(image) for image in batch["pixel_values"].numpy()]
+        batch["noise"] = torch.from_numpy(np.stack(rows)).float()
+        return batch
+
+    def _noise(self, image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        rng = np.random.Generator(np.random.Philox([self.seed, self.epoch, zlib.crc32(image.tobytes()), image.size]))
+        return rng.random(self.patches)
+
+
+@dataclass
+class PairCollator:
+    """Batches of images and captions: `pixel_values` (B, C, H, W), `input_ids` and `attention_mask` (B, S), and
+    `return_loss`, which asks CLIP for its loss."""
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, features: Features) -> Batch:
+        ids = [feature["input_ids"] for feature in features]
+        batch: Batch = {**ImageCollator()(features), "input_ids": pad(ids, self.pad_token_id, self.pad_to_multiple_of)}
+        mask = attention_mask(ids, batch["input_ids"].shape[1])
+        if mask is not None:
+            batch["attention_mask"] = mask
+        return {**batch, "return_loss": True}
+
+
 def with_sample_ids(batch: Batch, features: Features) -> Batch:
     """Adds `sample_id`, int64 of shape (B,), where the samples have one."""
     import torch

@@ -5,6 +5,7 @@
 | text              | `text`                                                      | everything                |
 | prompt-completion | `prompt`, `completion` (strings, or lists of messages)      | the completion            |
 | messages          | `messages`: list of {role, content}                         | what the assistant says   |
+| source-target     | `source`, `target`                                          | the target                |
 | alpaca            | `instruction`, `output`, optionally `input`                 | the output                |
 | sharegpt          | `conversations`: list of {from, value}                      | what the assistant says   |
 | tokenized         | `input_ids`, optionally `labels` (-100: not trained on)     | as the labels say         |
@@ -30,6 +31,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt-completion": ("prompt", "completion"),
+    "source-target": ("source", "target"),
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
@@ -141,7 +143,7 @@ def detect_format(columns: Sequence[str], requested: str = "auto") -> str:
         key="dataset_format",
         value="auto",
         fix="text_column: NAME, or column_mapping: {their name: ours} with ours one of text; prompt and completion; "
-        "messages; instruction and output; conversations; input_ids",
+        "source and target; messages; instruction and output; conversations; input_ids",
     )
 
 
@@ -171,6 +173,7 @@ def converter(format_name: str, *, chat: bool) -> Callable[[Mapping[str, Any]], 
     return {
         "text": _from_text,
         "prompt-completion": _from_prompt_completion,
+        "source-target": lambda record: _from_pair(record, "source", "target"),
         "messages": lambda record: _from_messages(record["messages"]),
         "sharegpt": lambda record: _from_messages(record["conversations"]),
         "alpaca": _alpaca_as_chat if chat else _alpaca_as_text,
@@ -188,7 +191,11 @@ def _from_prompt_completion(record: Mapping[str, Any]) -> Example:
             raise ValueError("prompt and completion must both be strings or both be lists of messages")
         asked, answered = _from_messages(prompt, answered=False), _from_messages(completion)
         return Conversation(asked.messages + answered.messages, [False] * len(asked.messages) + answered.trained)
-    return [Piece(_string(record, "prompt", empty=True), False), Piece(_string(record, "completion"), True)]
+    return _from_pair(record, "prompt", "completion")
+
+
+def _from_pair(record: Mapping[str, Any], given: str, answer: str) -> Example:
+    return [Piece(_string(record, given, empty=True), False), Piece(_string(record, answer), True)]
 
 
 def _alpaca_as_text(record: Mapping[str, Any]) -> Example:
@@ -225,6 +232,8 @@ def _from_messages(turns: Any, *, answered: bool = True) -> Conversation:
             raise ValueError(f"the content of a message is a {type(content).__name__}")
         # Arrow gives every message the keys of all; an absent one comes back as None and would confuse chat templates.
         extra = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value") and v is not None}
+        if content is None and not extra:  # a call of a tool needs none
+            raise ValueError("a message has no content")
         messages.append({"role": _ROLES[str(role)], "content": content if content is not None else "", **extra})
     trained = [message["role"] == "assistant" for message in messages]
     if answered and not any(trained):

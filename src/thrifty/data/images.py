@@ -1,4 +1,4 @@
-"""Image folders: one sub-folder a class, in alphabetical order."""
+"""Image folders: one sub-folder a class, in alphabetical order, or images alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def read_image_folder(folder: Path, *, key: str = "train_file") -> Dataset:
     """Reads a folder of images.
 
     Args:
-        folder: Holds one sub-folder a class; the images lie in it at any depth. Hidden files are left out.
+        folder: Holds one sub-folder a class; the images lie in it at any depth. Hidden files are left out. Without
+            sub-folders it holds the images themselves, which then have no label.
         key: The configuration key that names the folder, for messages.
 
     Returns:
@@ -30,6 +31,11 @@ def read_image_folder(folder: Path, *, key: str = "train_file") -> Dataset:
 
     value = str(folder)
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    alone = _images(folder) if not classes else []
+    if alone:
+        for path in alone:
+            check_image(path, key=key)
+        return Dataset.from_dict({"image": [str(path) for path in alone]}, features=Features({"image": Image()}))
     if not classes:
         raise InputError(
             "a folder without sub-folders",

@@ -208,17 +208,22 @@ def fit_samples(
         pass
     elif options.long_samples == "error" or (options.long_samples == "split" and not splittable):
         why = "" if options.long_samples == "error" else " (only plain text can be split)"
-        raise InputError(
-            f"{too_long} samples are longer than max_length={limit}, the longest has {longest} tokens{why}",
-            key=key,
-            value=getattr(options, key, None),
-            fix=f"max_length: {longest}, or long_samples: truncate",
-        )
+        raise too_long_error(key, options, too_long, longest, why)
     else:
         done = "cut off at" if options.long_samples == "truncate" else "split into pieces of"
         samples.notes.append(f"{too_long} samples {done} {limit} tokens (the longest had {longest})")
     if untrained:
         samples.notes.append(f"{untrained} samples have no token to train on and are left out")
+
+
+def too_long_error(key: str, options: DataOptions, count: int, longest: int, why: str = "") -> InputError:
+    """Returns the `InputError` for `count` samples above `max_length`, the longest of which has `longest` tokens."""
+    return InputError(
+        f"{count} samples are longer than max_length={options.max_length}, the longest has {longest} tokens{why}",
+        key=key,
+        value=getattr(options, key, None),
+        fix=f"max_length: {longest}, or long_samples: truncate",
+    )
 
 
 def _tokenized(part: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions, key: str) -> Samples:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from thrifty.data.options import DataOptions
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -29,6 +32,11 @@ class Sources:
     validation_key: str = "validation_file"
     notes: list[str] = field(default_factory=list)
     """One line for the log about each thing that was decided."""
+
+    def map(self, make: Callable[[Any, str], T]) -> tuple[T, T | None]:
+        """Does the same to both parts: `make(part, key)`. The second is None where nothing is held out."""
+        train = make(self.train, self.train_key)
+        return train, None if self.validation is None else make(self.validation, self.validation_key)
 
 
 def load_sources(options: DataOptions) -> Sources:
@@ -165,6 +173,9 @@ def _texts(sources: Sources, options: DataOptions) -> Any:
         yield from sources.train
         return
     columns = sources.train.column_names
+    if "image" in columns and "caption" in columns:
+        yield from (str(record["caption"]) for record in sources.train.select_columns(["caption"]))  # pyright: ignore
+        return
     if "label" in columns or ("labels" in columns and "input_ids" not in columns):
         names = [name for name in columns if name not in ("label", "labels")]
         for record in sources.train:

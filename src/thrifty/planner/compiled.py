@@ -15,6 +15,7 @@ from thrifty.planner.replay import OP_TYPE, ClosedForm, operations
 from thrifty.planner.trace import CATEGORIES, DIRECTIONS, OP
 
 if TYPE_CHECKING:
+    from thrifty.method import Phase
     from thrifty.planner.memory import OptimizerModel, StepModel
     from thrifty.planner.program import Program, Rows
 
@@ -96,6 +97,14 @@ class Compiled:
     """Of matrix products: fp32, tf32, bf16, fp16."""
     fused: bool
     """Whether torch.compile is on."""
+    key: str = ""
+    """Of the structural class."""
+    held: int = 0
+    """Bytes that the methods keep themselves, outside the step."""
+    accumulation: int | None = None
+    """Micro-batches a step where a method says how many."""
+    phases: tuple[Phase, ...] = ()
+    """Stretches of the run in which a step is cheaper."""
     _law_cache: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def moments(self, batch: np.ndarray, seq: int, *, later: bool) -> np.ndarray:
@@ -149,13 +158,23 @@ class Compiled:
         moments = _by_category(weights[exists], sizes[None], program.category)[0]
         return float(program.rows.living_at_end(times) @ sizes), moments
 
-    def ops(self, batch: np.ndarray, seq: int) -> np.ndarray:
-        """Operations of one micro-batch: (batches, operations) of `OP_TYPE`. Batches as for `moments`."""
+    def ops(self, batch: np.ndarray, seq: int, depth: float = 1.0) -> np.ndarray:
+        """Operations of one micro-batch: (batches, operations) of `OP_TYPE`. Batches as for `moments`.
+
+        Args:
+            batch: (batches,) micro-batch sizes.
+            seq: Sequence length.
+            depth: Share of the blocks that run.
+        """
         program = self._program(int(batch[0]))
         times = program.insertions(self.step.layers)
+        if depth != 1.0:
+            # A mean over a run needs no whole number of blocks, and may lie below the traced ones.
+            wanted = np.array([self.step.layers[name] for name in program.dims]) * depth
+            times = (wanted - program.base) / program.units
         counts: dict[tuple[int, int], float] = {}
         for number, part in enumerate(program.stretches):
-            repeat = 1 if number == 0 else int(times[program.dim[number]])
+            repeat = 1 if number == 0 else float(times[program.dim[number]])
             at = np.flatnonzero(part.kind == OP)
             for which, direction in zip(part.ident[at].tolist(), part.direction[at].tolist(), strict=True):
                 key = (self._laws(program)[which], direction)

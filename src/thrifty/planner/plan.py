@@ -69,6 +69,10 @@ class Estimate:
     """Whether the host cannot issue operations as fast as the device runs them."""
     calibrated: bool
     """Whether the times come from measurements of this machine."""
+    memory_residual: float = 1.0
+    """Measured over predicted bytes of verified runs, already applied."""
+    seconds_residual: float = 1.0
+    """Measured over predicted seconds of verified runs, already applied."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`."""
@@ -114,6 +118,8 @@ class Plan:
     device: Device = field(repr=False)
     devices: int = 1
     compiled: Compiled | None = field(default=None, repr=False)
+    verified: list[dict[str, Any]] = field(default_factory=list)
+    """What real steps of the choices took (`--verify`)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`."""
@@ -124,6 +130,7 @@ class Plan:
             "seconds": self.seconds,
             "explanation": self.explanation,
             "rejected": self.rejected,
+            "verified": self.verified,
         }
 
     def run_keys(self) -> dict[str, Any]:
@@ -163,7 +170,7 @@ def estimate(
     *,
     device: str | Device,
     micro_batch: int = 1,
-    accumulation: int = 1,
+    accumulation: int | None = None,
     devices: int = 1,
     sharding: str | None = None,
     memory: str | int | None = None,
@@ -175,7 +182,7 @@ def estimate(
         model: A catalogue name, folder, config mapping, `transformers` configuration, run file or `Workload`.
         device: Name of a profile, path of a device YAML, or a profile.
         micro_batch: Samples a device computes at a time.
-        accumulation: Micro-batches a step.
+        accumulation: Micro-batches a step; None where a method says how many, else 1.
         devices: How many devices of the kind.
         sharding: One of `SHARDINGS`; default none on one device, else ddp.
         memory: Limit of one device, e.g. `24GiB`; default what the device has.
@@ -187,7 +194,7 @@ def estimate(
     from thrifty.recipe import Recipe
 
     workload, profile = as_workload(model, options), as_device(device, memory)
-    for key, value in (("micro_batch", micro_batch), ("accumulation", accumulation), ("devices", devices)):
+    for key, value in (("micro_batch", micro_batch), ("accumulation", accumulation or 1), ("devices", devices)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError("must be a whole number, at least 1", key=key, value=value)
     chosen = sharding or ("none" if devices == 1 else "ddp")
@@ -207,7 +214,12 @@ def estimate(
         )
     structure = Structure(workload, Recipe.parse(workload.methods), profile)
     evaluator = Evaluator(workload, profile, devices)
-    return estimate_of(evaluator, structure, structure.compile(), micro_batch, accumulation, chosen)
+    compiled = structure.compile()
+    if accumulation is not None and compiled.accumulation not in (None, accumulation):
+        raise InputError(
+            f"the methods ask for {compiled.accumulation}", key="accumulation", value=accumulation, fix="leave it out"
+        )
+    return estimate_of(evaluator, structure, compiled, micro_batch, accumulation or compiled.accumulation or 1, chosen)
 
 
 def estimate_of(
@@ -222,11 +234,14 @@ def estimate_of(
     top = int(totals.argmax())
     breakdown = {name: round(float(v)) for name, v in zip(CATEGORIES, moments[top] * scales.factors, strict=True)}
     breakdown["other"] += round(scales.extra) + device.workspace_bytes
+    breakdown["other"] += round(evaluator.beside(compiled, micro_batch, accumulation))
+    memory, slower = evaluator.residuals(compiled)
+    breakdown["other"] += round((memory - 1) * sum(breakdown.values()))
     allocated = sum(breakdown.values())
     reserved = reserved_bytes(compiled, workload, device, micro_batch, later, allocated, sharding)
     total = reserved + device.context_bytes
     times = evaluator.times(compiled, batch)
-    seconds = float(evaluator.step_seconds(compiled, times, np.array([accumulation]), sharding)[0])
+    seconds = slower * float(evaluator.step_seconds(compiled, times, np.array([accumulation]), sharding)[0])
     samples = micro_batch * accumulation * evaluator.devices
     flops = float(times.flops[0] - times.recomputed_flops[0]) * accumulation * evaluator.devices
     margin = round(MARGIN * device.memory_bytes)
@@ -241,6 +256,7 @@ def estimate_of(
         samples_per_second=samples / seconds,
         model_flops=flops, mfu=flops / (seconds * evaluator.devices * peak_rate(device, compiled.precision)),
         launch_bound=bool(times.launch_bound[0]) and device.kind != "cpu", calibrated=device.calibration is not None,
+        memory_residual=memory, seconds_residual=slower,
     )  # fmt: skip
 
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from thrifty.errors import InputError, did_you_mean
+from thrifty.method import Phase
 from thrifty.planner.compiled import Compiled
 from thrifty.planner.replay import ClosedForm
+from thrifty.planner.residuals import Residuals, workload_key
+from thrifty.planner.step import batch_builder
 from thrifty.planner.structure import Structure
-from thrifty.planner.time import BANDWIDTH_SHARE, TimeModel
+from thrifty.planner.time import BANDWIDTH_SHARE, TimeModel, mean_time
 from thrifty.planner.trace import CATEGORIES
 
 if TYPE_CHECKING:
@@ -190,21 +194,55 @@ class Evaluator:
 
     def __init__(self, workload: Workload, device: Device, devices: int = 1) -> None:
         self.workload, self.device, self.devices = workload, device, devices
+        self._residuals = Residuals(device.id)
+        self._workload_key = workload_key(workload)
+
+    @cached_property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample's inputs."""
+        batch = batch_builder(self.workload.config, self.workload.task)(1, self.workload.seq_len)
+        return sum(tensor.nbytes for tensor in batch.values())
+
+    def beside(self, compiled: Compiled, micro: Any, accumulation: Any) -> Any:
+        """Bytes that exist beside one micro-batch: what methods hold, and the step's other inputs.
+
+        The trainer fetches all micro-batches of a step before the first; on a CPU also the next step's first.
+        """
+        waiting = accumulation - 1 + (1 if self.device.kind == "cpu" else 0)
+        return compiled.held + waiting * micro * self.sample_bytes
+
+    def residuals(self, compiled: Compiled) -> tuple[float, float]:
+        """Measured over predicted memory and seconds, from `--verify`; 1 where nothing was measured."""
+        return self._residuals.of(self._workload_key, compiled.key)
 
     def shardings(self) -> list[str]:
         """Ways to divide the states."""
         return ["none"] if self.devices == 1 else list(SHARDINGS[1:])
 
     def table(self, compiled: Sequence[Compiled | InputError], divisions: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Evaluates every combination of classes, divisions of the batch and shardings; an array of `TABLE`."""
-        parts = [
-            self._of_class(index, one, divisions) for index, one in enumerate(compiled) if isinstance(one, Compiled)
-        ]
+        """Evaluates every combination of classes, divisions of the batch and shardings; an array of `TABLE`.
+
+        Raises:
+            InputError: A method says how many micro-batches a step has, and the batch cannot be divided so.
+        """
+        parts = []
+        for index, one in enumerate(compiled):
+            if not isinstance(one, Compiled):
+                continue
+            some = [(m, a) for m, a in divisions if one.accumulation in (None, a)]
+            if not some:
+                batch = self.devices * divisions[0][0] * divisions[0][1]
+                raise InputError(
+                    f"cannot be divided into the {one.accumulation} micro-batches that the methods ask for",
+                    key="global_batch", value=batch, fix=f"a multiple of {one.accumulation}, or leave it to the plan",
+                )  # fmt: skip
+            parts.append(self._of_class(index, one, some))
         return np.concatenate(parts) if parts else np.zeros(0, TABLE)
 
     def _of_class(self, index: int, compiled: Compiled, divisions: Sequence[tuple[int, int]]) -> np.ndarray:
         parts = []
         shardings = self.shardings()
+        memory, slower = self.residuals(compiled)
         for one in (True, False):
             for later in (True, False):
                 some = [(m, a) for m, a in divisions if (m == 1) == one and (a > 1) == later]
@@ -219,7 +257,8 @@ class Evaluator:
                     rows["micro_batch"], rows["accumulation"] = micro, accumulation
                     scales = self.scales(compiled, sharding)
                     rows["allocated"] = (moments @ scales.factors).max(-1) + scales.extra + self.device.workspace_bytes
-                    rows["seconds"] = self.step_seconds(compiled, times, accumulation, sharding)
+                    rows["allocated"] = memory * (rows["allocated"] + self.beside(compiled, micro, accumulation))
+                    rows["seconds"] = slower * self.step_seconds(compiled, times, accumulation, sharding)
                     parts.append(rows)
         return np.concatenate(parts)
 
@@ -229,9 +268,14 @@ class Evaluator:
         return sharding_scales(sharding, self.devices, compiled.bytes, itemsize)
 
     def times(self, compiled: Compiled, micro: np.ndarray) -> Any:
-        """`StepTime` of one micro-batch for each size."""
+        """`StepTime` of one micro-batch for each size: the mean over the run where it changes."""
         model = TimeModel(self.device, tf32=compiled.precision == "tf32", causal=self.workload.causal)
-        return model.step(compiled.ops(micro, self.workload.seq_len), fused=compiled.fused)
+        seq, parts = self.workload.seq_len, []
+        for phase in compiled.phases or (Phase(steps=1, description="all"),):
+            length = max(1, round(seq * phase.length)) if compiled.step.fixed_seq is None else seq
+            ops = compiled.ops(micro, length, phase.depth)
+            parts.append((phase.steps, model.step(ops, fused=compiled.fused).scaled(phase.batch)))
+        return mean_time(parts)
 
     def step_seconds(self, compiled: Compiled, times: Any, accumulation: np.ndarray, sharding: str) -> np.ndarray:
         """Seconds of whole optimizer steps: micro-batches, update, and what communication adds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ _SUB_CONFIGS = ("text_config", "vision_config", "encoder", "decoder")
 
 
 def outputs_loss(model: nn.Module, inputs: Batch) -> torch.Tensor:
-    """Returns the loss that a Hugging Face model computes itself from the labels in `inputs`."""
-    return model(**inputs).loss
+    """Returns the loss that a Hugging Face model computes itself from the labels in `inputs`, or without any (CLIP)."""
+    asks = "return_loss" in inspect.signature(model.forward).parameters
+    return model(**inputs, return_loss=True).loss if asks else model(**inputs).loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +166,7 @@ def hf_step(
 
     Args:
         config: Configuration of the full model.
-        task: One of `causal-lm`, `masked-lm`, `text-classification`, `image-classification`, `seq2seq-lm`.
+        task: One of `thrifty.tasks`.
         dtype: Data type of the weights.
         attn_implementation: `sdpa` or `eager`.
         padded: Whether the batch holds padding.
@@ -173,13 +175,7 @@ def hf_step(
     Raises:
         InputError: The task is unknown, or the configuration has no repeated blocks.
     """
-    import transformers
-
-    if task not in _TASKS:
-        raise InputError(
-            f"unknown task{did_you_mean(task, _TASKS)}", key="task", value=task, fix=f"one of {list(_TASKS)}"
-        )
-    factory = getattr(transformers, _TASKS[task])
+    factory = model_factory(task)
     counts, units = layer_counts(config)
 
     def build_model(counts: Mapping[str, int]) -> nn.Module:
@@ -196,11 +192,26 @@ def hf_step(
         "layers": counts,
         "units": {name: unit for name, unit in units.items() if unit > 1},
         "build_batch": batch_builder(config, task),
-        "fixed_seq": _image_tokens(config) if task == "image-classification" else None,
+        "fixed_seq": _image_tokens(config) if task in ("image-classification", "masked-image-modeling") else None,
         "seq_breaks": _windows(config),
-        "seq_limit": getattr(config, "max_position_embeddings", None),
+        "seq_limit": getattr(getattr(config, "text_config", config), "max_position_embeddings", None),
     }
     return Step(build_model=build_model, padded=padded, **(settings | fields))
+
+
+def model_factory(task: str) -> Any:
+    """The `transformers` auto class that builds a task's model.
+
+    Raises:
+        InputError: The task is unknown.
+    """
+    import transformers
+
+    if task not in _TASKS:
+        raise InputError(
+            f"unknown task{did_you_mean(task, _TASKS)}", key="task", value=task, fix=f"one of {list(_TASKS)}"
+        )
+    return getattr(transformers, _TASKS[task])
 
 
 def batch_builder(config: PreTrainedConfig, task: str) -> Callable[[int, int], Batch]:
@@ -227,7 +238,18 @@ def batch_builder(config: PreTrainedConfig, task: str) -> Callable[[int, int], B
         pixels = torch.zeros(batch, getattr(part, "num_channels", 3), height, width)
         return {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.int64)}
 
-    builders = {"text-classification": class_labels, "image-classification": image_labels}
+    def images_alone(batch: int, seq: int) -> Batch:
+        return {"pixel_values": image_labels(batch, seq)["pixel_values"]}
+
+    def pairs(batch: int, seq: int) -> Batch:
+        return images_alone(batch, seq) | {"input_ids": ids(batch, seq)}
+
+    builders = {
+        "text-classification": class_labels,
+        "image-classification": image_labels,
+        "masked-image-modeling": images_alone,
+        "image-text": pairs,
+    }
     return builders.get(task, token_labels)
 
 
@@ -237,6 +259,8 @@ _TASKS = {
     "text-classification": "AutoModelForSequenceClassification",
     "image-classification": "AutoModelForImageClassification",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "masked-image-modeling": "AutoModelForPreTraining",
+    "image-text": "AutoModelForZeroShotImageClassification",
 }
 
 

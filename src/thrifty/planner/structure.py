@@ -6,8 +6,10 @@ states are divided do not. A class is compiled once and kept on disk by the hash
 
 from __future__ import annotations
 
+import bisect
 import copy
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from thrifty.hardware.devices import Device
-    from thrifty.method import Method
+    from thrifty.method import Method, Phase
     from thrifty.planner.memory import OptimizerModel, StepModel
     from thrifty.planner.replay import ClosedForm
     from thrifty.planner.step import Step
@@ -50,6 +52,7 @@ class Structure:
 
     def __init__(self, workload: Workload, recipe: Recipe, device: Device) -> None:
         self.workload, self.recipe, self.device = workload, recipe, device
+        self._models: list[nn.Module] = []
 
     @cached_property
     def key(self) -> str:
@@ -98,9 +101,23 @@ class Structure:
             InputError: The class cannot be dry-run.
         """
         self.check_device()
+        step, update = self._compile_pass(), self._compile_update()
+        trainable = step.parameter_count(trainable=True)
+        groups = [(group, count) for group, count in step.parameter_counts() if group.trainable]
+        itemsize = sum(group.nbytes * count for group, count in groups) / max(1, trainable)
+        held = sum(method.held_bytes(trainable, itemsize, self.device.kind) for method in self.recipe)
         return Compiled(
-            self._compile_pass(), self._compile_update(), self.precision, bool(self.arguments["torch_compile"])
-        )
+            step, update, self.precision, bool(self.arguments["torch_compile"]), self.key, held,
+            accumulation=self.arguments.get("gradient_accumulation_steps"), phases=self._phases(),
+        )  # fmt: skip
+
+    def _phases(self) -> tuple[Phase, ...]:
+        """The stretches of the run in which a step is cheaper; those of several methods apply one after another."""
+        total = self.context().total_steps
+        found: list[Phase] = []
+        for method in self.recipe.using("phases"):
+            found = _crossed(found, method.phases(self.workload.config, total) or [])
+        return tuple(found)
 
     def is_stored(self) -> bool:
         """Whether the dry run of the micro-batch lies on disk."""
@@ -203,12 +220,9 @@ class Structure:
             if key in _GRAPH_ARGUMENTS:
                 object.__setattr__(args, key, value)
         object.__setattr__(args, "max_steps", self.workload.arguments.get("max_steps") or 1000)
-        task = None
-        if self.workload.task != "seq2seq-lm":
-            from thrifty import tasks
+        from thrifty import tasks
 
-            task = tasks.get(self.workload.task)
-        return Context(args=args, task=task, planning=True, total_steps=args.max_steps)
+        return Context(args=args, task=tasks.get(self.workload.task), planning=True, total_steps=args.max_steps)
 
     def step(self) -> Step:
         """The training step as the tracer runs it."""
@@ -239,15 +253,18 @@ class Structure:
 
         ctx = self.context()
         for method in self.recipe.using("prepare_model"):
-            model = method.prepare_model(model, ctx)
+            if not overrides(method, "phases"):  # the memory is that of the full model
+                model = method.prepare_model(model, ctx)
         if self.arguments["checkpointing"]:
             enable_checkpointing(model)
-        starting = self.recipe.using("on_train_begin")
+        starting = [m for m in self.recipe.using("on_train_begin") if not overrides(m, "phases")]
         if starting:
             # Some look at the optimizer: it gets one without state, which is then forgotten.
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
             for method in starting:
                 method.on_train_begin(ctx.args, TrainerState(), TrainerControl(), model=model, optimizer=optimizer)
+        # A dry run holds a few models of different depths; the optimizer is later built for each.
+        self._models = [*self._models[-7:], model]
         return model
 
     def _loss(self) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
@@ -270,16 +287,41 @@ class Structure:
         from transformers import Trainer
 
         ctx = self.context()
-        names = [f"p{i}" for i in range(len(parameters))]
-        groups: list[dict[str, Any]] = [{"params": parameters, "names": names, "weight_decay": 0.0}]
+        groups = self._groups(parameters, ctx)
         owner = self.recipe.owner("optimizer")
         if owner is not None:
-            return owner.build_optimizer(groups, ctx)
+            return self._adjusted(owner.build_optimizer(groups, ctx), ctx)
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(ctx.args)
         if self._dialect == "cuda" and cls.__module__.startswith("torch.optim") and not kwargs.get("fused"):
             # On CUDA torch takes the multi-tensor form by default; fake tensors look like a CPU's.
             kwargs = {**kwargs, "foreach": True}
-        return cls([{"params": parameters}], **kwargs)
+        return self._adjusted(cls([{k: v for k, v in g.items() if k != "names"} for g in groups], **kwargs), ctx)
+
+    def _adjusted(self, optimizer: torch.optim.Optimizer, ctx: Any) -> torch.optim.Optimizer:
+        for method in self.recipe.using("adjust_optimizer"):
+            method.adjust_optimizer(optimizer, ctx)
+        return optimizer
+
+    def _groups(self, parameters: list[nn.Parameter], ctx: Any) -> list[dict[str, Any]]:
+        """The parameter groups that training would make, or one group where the parameters are of no dry-run model."""
+        from transformers import Trainer
+
+        from thrifty.trainer import decay_groups
+
+        wanted = {id(p) for p in parameters}
+        for model in reversed(self._models):
+            if wanted != {id(p) for p in model.parameters() if p.requires_grad}:
+                continue
+            ctx._model = model
+            spared = self.recipe.no_decay()
+            names = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+            decay = [name for name in names if not any(part in name for part in spared)]
+            groups = decay_groups(model, decay, ctx.args.weight_decay)
+            for method in self.recipe.using("adjust_groups"):
+                groups = method.adjust_groups(groups, ctx)
+            return [group for group in groups if group["params"]]
+        ctx._model = self._models[-1] if self._models else None
+        return [{"params": parameters, "names": [f"p{i}" for i in range(len(parameters))], "weight_decay": 0.0}]
 
     def _units(self, step: Step) -> Mapping[str, int]:
         """The period of each count of blocks, with what the methods did to single blocks."""
@@ -368,6 +410,25 @@ def _period(values: list[Any]) -> int:
 def _changes_pass(method: Method) -> bool:
     """Whether a method can change what a micro-batch runs, other than through training arguments."""
     return any(overrides(method, hook) for hook in _PASS_HOOKS)
+
+
+def _crossed(first: Sequence[Phase], second: Sequence[Phase]) -> list[Phase]:
+    """Two divisions of the same run as one: shares are multiplied."""
+    from thrifty.method import Phase
+
+    if not first or not second:
+        return list(first or second)
+    ends = [list(itertools.accumulate(p.steps for p in phases)) for phases in (first, second)]
+    bounds = sorted({0, *ends[0], *ends[1]})
+    merged = []
+    for start, stop in itertools.pairwise(bounds):
+        a, b = (
+            phases[min(bisect.bisect_right(end, start), len(phases) - 1)]
+            for phases, end in zip((first, second), ends, strict=True)
+        )
+        shares = {key: getattr(a, key) * getattr(b, key) for key in ("depth", "length", "batch")}
+        merged.append(Phase(steps=stop - start, description=f"{a.description}, {b.description}", **shares))
+    return merged
 
 
 def _hash(content: list[Any]) -> str:

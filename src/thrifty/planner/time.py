@@ -9,7 +9,7 @@ have issued all operations, whichever is slower.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,6 +63,17 @@ class StepTime:
     def launch_bound(self) -> np.ndarray:
         """Whether the host is the slower one."""
         return self.issue_seconds > self.kernel_seconds
+
+    def scaled(self, factor: float) -> StepTime:
+        """All of it `factor` times."""
+        return StepTime(*(getattr(self, f.name) * factor for f in fields(self)))
+
+
+def mean_time(parts: Sequence[tuple[float, StepTime]]) -> StepTime:
+    """The mean of step times, each with its weight."""
+    total = sum(weight for weight, _ in parts)
+    names = [f.name for f in fields(StepTime)]
+    return StepTime(*(sum(w * getattr(t, name) for w, t in parts) / total for name in names))
 
 
 class TimeModel:

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from thrifty.planner._private import FakeTensorMode, real_masks, run_backward, storage_key, tree_leaves
+from thrifty.planner._private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    real_masks,
+    run_backward,
+    storage_key,
+    tree_leaves,
+)
 from thrifty.planner.dialect import CpuDialect, CudaDialect, Dialect
 from thrifty.planner.step import Batch, Step
 from thrifty.planner.trace import (
@@ -50,6 +57,8 @@ def fakeify(model: nn.Module) -> nn.Module:
             if id(parameter) not in parameters:
                 new = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
                 vars(new).update(vars(parameter))
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                    new.register_post_accumulate_grad_hook(hook)
                 parameters[id(parameter)] = new
             module._parameters[name] = parameters[id(parameter)]
         for name, buffer in list(module._buffers.items()):
@@ -159,7 +168,8 @@ class StepTracer:
                 parameter.grad = torch.empty_like(parameter)
             known = [*self.model.parameters(), *(p.grad for p in trainable if p.grad is not None)]
             optimizer = step.build_optimizer(trainable)
-            optimizer.step()
+            with _StepCounts():
+                optimizer.step()
             # Parameters and gradients are counted by the forward and backward trace.
             for tensor in known:
                 recorder.living[storage_key(tensor.untyped_storage())] = -1
@@ -174,11 +184,22 @@ class StepTracer:
                     norm = nn.utils.clip_grad_norm_(trainable, step.clip_grad_norm)
                     del norm
                 recorder.at(UPDATE, "step")
-                optimizer.step()
+                with _StepCounts():
+                    optimizer.step()
             recorder.enabled = False
             for parameter in trainable:
                 parameter.grad = None
         return recorder.trace(start, self.parameters)
+
+
+class _StepCounts(TorchDispatchMode):
+    """Answers an optimizer that reads a number from a tensor: what it reads is its count of steps, here 2."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return 2.0 if dtype.is_floating_point else dtype != torch.bool and 2
+        return func(*args, **(kwargs or {}))
 
 
 def forward_loss(step: Step, model: nn.Module, inputs: Batch) -> torch.Tensor:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from thrifty.config import RunConfig
 
-TASKS = ("causal-lm", "masked-lm", "text-classification", "image-classification", "seq2seq-lm")
+TASKS = ("causal-lm", "masked-lm", "text-classification", "image-classification", "seq2seq-lm",
+         "masked-image-modeling", "image-text")  # fmt: skip
+IMAGES_ALONE = ("image-classification", "masked-image-modeling")
 DTYPES = ("float32", "bfloat16", "float16")
 _UNITS = {
     "": 1,
@@ -70,8 +72,8 @@ class Workload:
             )
         if self.seq_len < 1:
             raise InputError("must be at least 1", key="seq_len", value=self.seq_len)
-        positions = getattr(self.config, "max_position_embeddings", None)
-        if self.task != "image-classification" and isinstance(positions, int) and self.seq_len > positions > 0:
+        positions = positions_of(self.config)
+        if self.task not in IMAGES_ALONE and isinstance(positions, int) and self.seq_len > positions > 0:
             raise InputError(
                 f"the model has {positions} positions", key="seq_len", value=self.seq_len, fix=f"at most {positions}"
             )
@@ -118,19 +120,25 @@ def make_workload(
         config, name = resolve(model), str(model)
     else:
         config, name = model, getattr(model, "name_or_path", "") or model.model_type
-    if task == "image-classification":
+    if task in IMAGES_ALONE:
         from thrifty.planner.step import hf_step
 
         if not hasattr(config, "image_size") and not hasattr(config, "vision_config"):
             raise InputError("this model takes no images", key="task", value=task, fix="name the task it does")
         seq_len = hf_step(config, task).fixed_seq
     elif seq_len is None:
-        positions = getattr(config, "max_position_embeddings", None)
+        positions = positions_of(config)
         seq_len = min(1024, positions) if isinstance(positions, int) and positions > 0 else 1024
     return Workload(
         name=name, config=config, task=task, seq_len=int(seq_len or 1), dtype=dtype, padded=padded,
         attn_implementation=attn_implementation, methods=tuple(methods), arguments=dict(arguments),
     )  # fmt: skip
+
+
+def positions_of(config: Any) -> Any:
+    """The longest text that the model takes, where its configuration says so; CLIP's stands in that of its text tower."""
+    text = getattr(config, "text_config", None)
+    return getattr(config if text is None else text, "max_position_embeddings", None)
 
 
 def workload_from_run(run: RunConfig) -> Workload:

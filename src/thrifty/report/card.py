@@ -24,6 +24,9 @@ _PIPELINES = {
     "masked-lm": "fill-mask",
     "text-classification": "text-classification",
     "image-classification": "image-classification",
+    "seq2seq-lm": "text2text-generation",
+    "masked-image-modeling": "image-feature-extraction",
+    "image-text": "zero-shot-image-classification",
 }
 _HYPERPARAMETERS = (
     "learning_rate",

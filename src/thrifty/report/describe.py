@@ -19,6 +19,7 @@ class Part:
     settings: str
     reason: str
     source: str
+    facts: str = ""
 
 
 def recipe_parts(summary: Mapping[str, Any]) -> list[Part]:
@@ -35,6 +36,7 @@ def recipe_parts(summary: Mapping[str, Any]) -> list[Part]:
                 settings=_settings(given.get("settings")),
                 reason=str(given.get("reason") or ""),
                 source=source if isinstance(source, str) else "; ".join(map(str, source)),
+                facts=str(given.get("facts") or ""),
             )
         )
     return parts
@@ -47,9 +49,12 @@ def loading_code(summary: Mapping[str, Any], folder: str) -> str:
         "masked-lm": ("AutoModelForMaskedLM", "AutoTokenizer"),
         "text-classification": ("AutoModelForSequenceClassification", "AutoTokenizer"),
         "image-classification": ("AutoModelForImageClassification", "AutoImageProcessor"),
+        "seq2seq-lm": ("AutoModelForSeq2SeqLM", "AutoTokenizer"),
+        "masked-image-modeling": ("AutoModelForPreTraining", "AutoImageProcessor"),
+        "image-text": ("AutoModelForZeroShotImageClassification", "AutoProcessor"),
     }
     model, processor = classes.get(str(summary.get("task")), ("AutoModel", "AutoTokenizer"))
-    variable = "image_processor" if processor == "AutoImageProcessor" else "tokenizer"
+    variable = {"AutoImageProcessor": "image_processor", "AutoProcessor": "processor"}.get(processor, "tokenizer")
     trust = ", trust_remote_code=True" if summary.get("saves_as") == "remote_code" else ""
     if summary.get("saves_as") == "peft":
         start = f"from peft import AutoPeft{model[4:]}\nfrom transformers import {processor}\n"
@@ -64,7 +69,7 @@ def loading_code(summary: Mapping[str, Any], folder: str) -> str:
 
 def loss_unit(task: object) -> str:
     """Returns the unit of a task's loss; empty where it has none that people name."""
-    return "nats per token" if task in ("causal-lm", "masked-lm") else ""
+    return "nats per token" if task in ("causal-lm", "masked-lm", "seq2seq-lm") else ""
 
 
 def environment_entries(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

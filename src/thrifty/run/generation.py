@@ -1,4 +1,4 @@
-"""A text from a causal language model: the passage at the end of a run, and the verb `generate`."""
+"""A text from a language model: the passage at the end of a run, and the verb `generate`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def continue_text(
     top_p: float = 0.95,
     seed: int = 42,
 ) -> str:
-    """Continues `prompt` and returns prompt and continuation. The global random state is left as it was.
+    """Continues `prompt` and returns prompt and continuation; of an encoder-decoder, what it writes for `prompt`.
+
+    The global random state is left as it was.
 
     Args:
-        model: A causal language model; its mode (train or eval) is put back afterwards.
+        model: A language model; its mode (train or eval) is put back afterwards.
         tokenizer: The model's tokenizer.
         prompt: What the text starts with; empty starts a new document.
         max_new_tokens: The most tokens to add.
@@ -43,8 +45,12 @@ def continue_text(
             )
         ids = torch.tensor([[start]])
     device: Any = next(model.parameters()).device
+    writes_apart = bool(getattr(model.config, "is_encoder_decoder", False))
+    if writes_apart and ids[0, -1] != tokenizer.eos_token_id:  # as sources end in training
+        ids = torch.cat([ids, torch.tensor([[tokenizer.eos_token_id]])], dim=1)
     limit = getattr(model.config, "max_position_embeddings", None)
-    room = max_new_tokens if not isinstance(limit, int) else min(max_new_tokens, limit - ids.shape[1])
+    taken = 1 if writes_apart else ids.shape[1]
+    room = max_new_tokens if not isinstance(limit, int) else min(max_new_tokens, limit - taken)
     if room < 1:
         raise InputError(
             f"the prompt has {ids.shape[1]} tokens, the model has {limit} positions", key="prompt", fix="shorten it"
@@ -81,14 +87,17 @@ def generate(
     seed: int = 42,
     trust_remote_code: bool = False,
 ) -> str:
-    """Loads a causal language model (a folder, with an adapter perhaps, or a hub id) and continues `prompt`.
+    """Loads a language model (a folder, with an adapter perhaps, or a hub id) and continues `prompt`, or answers it.
 
     Raises:
         InputError: There is no such model, or it does not generate.
     """
-    from thrifty.run.loading import best_device, load_for_inference
+    from thrifty.run.loading import base_of, best_device, load_for_inference
+    from thrifty.tasks.models import load_config
 
-    model, tokenizer = load_for_inference("causal-lm", name, trust_remote_code=trust_remote_code)
+    config = load_config(base_of(name), None, trust_remote_code=trust_remote_code)
+    task = "seq2seq-lm" if getattr(config, "is_encoder_decoder", False) else "causal-lm"
+    model, tokenizer = load_for_inference(task, name, trust_remote_code=trust_remote_code)
     return continue_text(
         model.to(best_device()),
         tokenizer,
@@ -100,8 +109,17 @@ def generate(
     )
 
 
-def prompt_of(sample: dict[str, Any], tokenizer: Any, *, most: int = 16) -> str:
-    """The beginning of a sample: what precedes the first token that is trained on, or its first `most` tokens."""
+def prompt_of(sample: dict[str, Any], tokenizer: Any, *, whole: bool = False, most: int = 16) -> str:
+    """The beginning of a sample: what precedes the first token that is trained on, or its first `most` tokens.
+
+    Args:
+        sample: Has `input_ids` and `labels`.
+        tokenizer: The model's tokenizer.
+        whole: The input is a source that has its own target: all of it is the prompt.
+        most: Where everything is trained on.
+    """
+    if whole:
+        return str(tokenizer.decode(sample["input_ids"], skip_special_tokens=True))
     ids, labels = list(sample["input_ids"]), list(sample["labels"])
     trained = next((index for index, label in enumerate(labels) if label != -100), 0)
     return str(tokenizer.decode(ids[: trained or most], skip_special_tokens=True))

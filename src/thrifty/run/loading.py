@@ -11,6 +11,7 @@ from torch import nn
 
 from thrifty import tasks
 from thrifty.errors import InputError
+from thrifty.safety.trust import check_model_folder
 
 _ADAPTER = "adapter_config.json"
 
@@ -34,6 +35,7 @@ def with_adapter(model: nn.Module, name: str) -> Any:
     """Puts the adapter in the folder `name` on its base model and merges it, if there is one."""
     if base_of(name) == name:
         return model
+    check_model_folder(name, "model")
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, name).merge_and_unload()  # pyright: ignore

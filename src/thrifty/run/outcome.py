@@ -41,10 +41,13 @@ def introduce(trainer: Any, loaded: tasks.Loaded) -> None:
 
 def passage_of(config: RunConfig, trainer: Any, loaded: tasks.Loaded) -> tuple[str, str] | None:
     """Prompt and generated passage, for a task that generates."""
-    if config.task != "causal-lm" or config.max_new_tokens == 0:
+    if config.task not in ("causal-lm", "seq2seq-lm") or config.max_new_tokens == 0:
         return None
     held = loaded.data.eval_dataset if loaded.data.eval_dataset is not None else loaded.data.train_dataset
-    prompt = prompt_of(held[0], loaded.processor) if config.sample_prompt is None else config.sample_prompt
+    answers = config.task == "seq2seq-lm"
+    prompt = (
+        prompt_of(held[0], loaded.processor, whole=answers) if config.sample_prompt is None else config.sample_prompt
+    )
     model = trainer.accelerator.unwrap_model(trainer.model)
     made = continue_text(model, loaded.processor, prompt, max_new_tokens=config.max_new_tokens, seed=config.data.seed)
     return prompt, made

@@ -13,7 +13,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 from thrifty import tasks
 from thrifty.config import RunConfig, yaml_text
-from thrifty.hardware.detect import detect
+from thrifty.hardware.detect import Hardware, detect
+from thrifty.hardware.precision import choose_precision
 from thrifty.recipe import Recipe
 from thrifty.report import write_all
 from thrifty.report.files import write_atomic
@@ -25,6 +26,7 @@ from thrifty.run import folder as run_folder
 from thrifty.run.console import say
 from thrifty.run.evaluation import silence
 from thrifty.run.outcome import RUN_FILE, conclude, introduce, passage_of, summary_of
+from thrifty.run.planning import settle_batch
 from thrifty.safety.signals import Interrupted
 from thrifty.trainer import Trainer
 
@@ -74,6 +76,8 @@ def train(config: RunConfig) -> RunResult:
         args = config.training_arguments(folder)
         hardware = detect(use_cpu=args.use_cpu)
         say("hardware", hardware.lines())
+        config = settle_batch(_settle_precision(config, hardware), args)
+        args = config.training_arguments(folder)
         loaded = tasks.load(
             config.task,
             config.data,
@@ -101,6 +105,15 @@ def train(config: RunConfig) -> RunResult:
         write_all(folder)
         conclude(folder, config, metrics, passage)
     return RunResult(folder, metrics, summary, passage[1] if passage else None)
+
+
+def _settle_precision(config: RunConfig, hardware: Hardware) -> RunConfig:
+    """`precision: auto` becomes what it means on this machine, so that the run file of the run repeats it."""
+    if config.precision is None:
+        return config
+    choice = choose_precision(hardware)
+    say("precision", choice.line)
+    return dataclasses.replace(config, methods=[*config.methods, *choice.methods], precision=None)
 
 
 def _final_metrics(trainer: Any) -> dict[str, float]:

@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from thrifty import _hf
 from thrifty.errors import InputError
 from thrifty.safety import fingerprint
+from thrifty.safety.iterable import DATA_STATE, IterableStream
 from thrifty.safety.options import Guards
 from thrifty.safety.schedule import hold_after, place_at, scale_base_rates
 from thrifty.safety.store import CheckpointNotSaved, CheckpointStore
+from thrifty.safety.trust import check_checkpoint
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -30,6 +33,7 @@ class SafeCheckpoints(transformers.Trainer):
     _staging: Path | None = None
     _position: fingerprint.Position | None = None
     _saved_print: dict[str, Any] | None = None
+    _iterable: IterableStream | None = None
 
     @property
     def run_dir(self) -> str:
@@ -40,6 +44,10 @@ class SafeCheckpoints(transformers.Trainer):
         """One line to the user, from the main process only."""
         if self.is_world_process_zero():
             _hf.write_line(line)
+
+    def say_here(self, line: str) -> None:
+        """One line about this process alone, with its rank where there are several."""
+        _hf.write_line(line if self.args.world_size == 1 else f"[process {self.args.process_index}] {line}")
 
     def write_extra_state(self, folder: str) -> None:
         """What a subclass adds to a checkpoint, before it is sealed."""
@@ -78,6 +86,7 @@ class SafeCheckpoints(transformers.Trainer):
             ) as folder:
                 self._staging = folder.parent
                 super()._save_checkpoint(model, trial)
+                self._write_data_state(folder)
                 self.write_extra_state(str(folder))
                 self._name_best_checkpoint(store, folder)
         except CheckpointNotSaved as error:
@@ -123,6 +132,70 @@ class SafeCheckpoints(transformers.Trainer):
             drop_last_to=self._train_batch_size * self.args.world_size if self.args.dataloader_drop_last else None,
         )
 
+    # --- data ---
+
+    def get_train_dataloader(self) -> Any:
+        loader: Any = super().get_train_dataloader()
+        self._iterable = None
+        if not self.guards.atomic_checkpoints or not isinstance(loader.dataset, IterableDataset):
+            return loader
+        _hf.keep_stream_position()
+        across = self._train_batch_size * self.args.world_size
+        self._iterable = IterableStream(loader, samples=across, report=self.say)
+        return self._iterable
+
+    def _write_data_state(self, folder: Path) -> None:
+        stream, rank = self._iterable, self.args.process_index
+        if stream is not None and (rank == 0 or not stream.whole):
+            torch.save(stream.state_dict(), folder / DATA_STATE.format(rank=rank))
+
+    def _place_iterable(self, stream: IterableStream, resume: str, saved_print: dict[str, Any]) -> tuple[int, int]:
+        """Sends an iterable data set to the position of a checkpoint: the pass, and micro-batches into it.
+
+        Raises:
+            InputError: Nothing is left to run, or the position means something else with the present sizes.
+        """
+        args, step = self.args, self.state.global_step
+        before, now = saved_print.get("batch", {}).get("total_batch_size"), self._samples_per_step()
+        if before is not None and before != now:
+            raise InputError(
+                f"an iterable data set goes on only with as many samples a step as before: {before}, not {now}",
+                key="per_device_train_batch_size",
+                value=args.per_device_train_batch_size,
+                fix=f"choose micro-batch x gradient_accumulation_steps x processes = {before}",
+            )
+        if step >= self.state.max_steps:
+            raise InputError(
+                f"nothing is left to run: step {step} of {self.state.max_steps} is done",
+                key="max_steps",
+                value=self.state.max_steps,
+                fix="ask for more, with schedule=extend or schedule=continue, or evaluate the checkpoint",
+            )
+        per_pass = len(stream) if hasattr(self.train_dataset, "__len__") else 0
+        per_pass = per_pass or self.state.max_steps * args.gradient_accumulation_steps
+        path = Path(resume) / DATA_STATE.format(rank=0 if stream.whole else args.process_index)
+        if path.is_file():
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        else:  # a checkpoint of the plain trainer: its epoch is a fraction
+            epoch = int(self.state.epoch or 0)
+            into = round(((self.state.epoch or 0) - epoch) * per_pass)
+            place = {"epoch": epoch, "samples": into * stream.samples, "whole": stream.whole}
+            saved = {**place, "state": None, "finished": False}
+        if saved["whole"] != stream.whole or saved["samples"] % stream.samples:
+            raise InputError(
+                "the data set is dealt out to the processes in another way than in the checkpoint",
+                key="per_device_train_batch_size",
+                value=args.per_device_train_batch_size,
+                fix="resume with the micro-batch and the processes of the checkpoint",
+            )
+        taken = saved["samples"] // stream.samples
+        if hasattr(self.train_dataset, "__len__") and taken >= per_pass:
+            return saved["epoch"] + 1, 0
+        if args.ignore_data_skip:
+            return saved["epoch"], 0
+        stream.seek(saved)
+        return saved["epoch"], taken
+
     # --- resuming ---
 
     def find_checkpoint(self, wanted: str | bool | None) -> str | None:
@@ -145,6 +218,8 @@ class SafeCheckpoints(transformers.Trainer):
                     fix="resume='auto' starts afresh where there is none",
                 )
             self.say(f"resuming from {found}" if found else "no checkpoint yet: starting afresh")
+            if found is not None:
+                check_checkpoint(found)
             return found
         problems = CheckpointStore(Path(str(wanted)).parent, read_only=True).verify(str(wanted))
         if problems:
@@ -154,6 +229,7 @@ class SafeCheckpoints(transformers.Trainer):
                 value=str(wanted),
                 fix="resume='auto' takes the newest complete one",
             )
+        check_checkpoint(str(wanted))
         return str(wanted)
 
     def _newest(self) -> str | None:
@@ -177,10 +253,12 @@ class SafeCheckpoints(transformers.Trainer):
             return start
         saved = CheckpointStore(Path(resume).parent, read_only=True).fingerprint(resume)
         self._saved_print = saved
-        if not saved:
-            return start
         self.state.max_steps = max_steps
+        if not saved:
+            return start if self._iterable is None else self._place_iterable(self._iterable, resume, {})
         accepted = fingerprint.require_same(saved, self._fingerprint(), self.guards.schedule)
+        if self._iterable is not None:
+            return self._place_iterable(self._iterable, resume, saved)
         seen = saved["batch"].get("samples_seen")
         if not hasattr(self.train_dataset, "__len__") or seen is None:
             return start

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from thrifty.errors import InputError
+from thrifty.safety.iterable import is_map_style
 
 Schedule = Literal["continue", "extend"]
 _SCHEDULE_KEYS = ("lr_scheduler_type", "lr_scheduler_kwargs", "learning_rate", "warmup_steps")
@@ -70,7 +71,7 @@ def describe(
         "num_train_epochs": float(args.num_train_epochs) if args.max_steps <= 0 else None,
     }
     length = len(dataset) if hasattr(dataset, "__len__") else None
-    ends = (0, length - 1) if length and sample_hash else ()
+    ends = (0, length - 1) if length and sample_hash and is_map_style(dataset) else ()
     data = {
         "length": length,
         "columns": sorted(getattr(dataset, "column_names", None) or []),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from thrifty.safety import startup
+from thrifty.safety.iterable import is_map_style
 from thrifty.safety.normalise import ignores_num_items
 from thrifty.safety.trial import longest_indices
 
@@ -29,8 +30,13 @@ def check_start(trainer: SafeRunning) -> None:
     args: Any = trainer.args
     findings = startup.tied_weights(model) + startup.reentrant(model)
     scaled_on_cpu = args.device.type == "cpu" and trainer.accelerator.scaler is not None
+    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     findings += startup.precision(
-        model, fp16=bool(args.fp16) and not scaled_on_cpu, bf16=bool(args.bf16), device=args.device
+        model,
+        fp16=bool(args.fp16) and not scaled_on_cpu,
+        bf16=bool(args.bf16),
+        device=args.device,
+        compensated=bool(getattr(optimizer, "kahan", False)),
     )
     tokens = batches and "input_ids" in batches[0] and batches[0]["labels"].dim() > 1
     if tokens:
@@ -68,7 +74,7 @@ def first_batches(trainer: SafeRunning, count: int = BATCHES) -> list[Any]:
     from thrifty.safety.oom import rng_snapshot
 
     dataset: Any = trainer.train_dataset
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) == 0:
+    if not is_map_style(dataset) or len(dataset) == 0:
         return []
     size = trainer.args.per_device_train_batch_size
     groups = [range(i, min(i + size, len(dataset))) for i in range(0, min(count * size, len(dataset)), size)]
@@ -109,7 +115,7 @@ def collate(trainer: SafeRunning, rows: list[Any]) -> Any:
 
 def sample_lengths(dataset: Any) -> list[int]:
     """Tokens of each sample, or of the first ones where reading takes long; empty where samples have no tokens."""
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    if not is_map_style(dataset):
         return []
     if hasattr(dataset, "lengths"):
         return list(dataset.lengths)

@@ -139,8 +139,8 @@ class MicroBatcher:
         report: Gets one line for each new size.
         advise: Called with the batch and the error's text when a single sample does not fit; returns what would make it
             fit (`thrifty.safety.advice.advisor`, or the planner).
-        cannot_recover: Why a failure in a backward pass cannot be undone here (an optimizer inside backward, gradients
-            already exchanged with other processes); such a failure is then raised, with the reason. None where it can.
+        cannot_recover: Says after a failure why it cannot be undone here (an optimizer inside backward, an exchange with
+            other processes that had begun); such a failure is raised, with the reason. None where it can.
         limit: (rows, length) known to fit, from a trial step or a checkpoint.
     """
 
@@ -150,12 +150,14 @@ class MicroBatcher:
         *,
         report: Callable[[str], None] = print,
         advise: Callable[[Mapping[str, Any], str], Iterable[str]] = lambda inputs, message: (),
-        cannot_recover: str | None = None,
+        cannot_recover: Callable[[], str | None] = lambda: None,
         limit: tuple[int, int] | None = None,
     ) -> None:
         self.model, self.cannot_recover = model, cannot_recover
         self.limits: dict[str, tuple[int, int] | None] = {"training": limit, "evaluation": None}
         self._report, self._advise = report, advise
+        self.closing, self.retrying = True, False
+        """Whether the piece at hand ends its micro-batch, and whether it runs for the second time."""
         self._done: list[_Piece] = []
         self._foreign_gradients = False
         self._parameters = list(model.parameters())  # walking the modules every step would cost more than all the rest
@@ -184,6 +186,7 @@ class MicroBatcher:
             InputError: A single sample does not fit, or the failure cannot be undone.
         """
         pending = deque(self._pieces(inputs, "training"))
+        self.retrying = False
         losses: list[torch.Tensor] = []
         while pending:
             piece = pending.popleft()
@@ -191,6 +194,7 @@ class MicroBatcher:
                 piece.rng()
             else:
                 piece.rng = self._state()
+            self.closing = not pending
             loss, failure = _attempt(forward_backward, piece)
             if failure is None:
                 assert loss is not None
@@ -199,6 +203,7 @@ class MicroBatcher:
                     losses.append(loss)
                 continue
             del loss
+            self.retrying |= self.closing
             halves = self._halves(piece, failure, "training")
             # Finished pieces of earlier micro-batches run again for their gradients, not for their losses.
             pending.extendleft(reversed([*self._done, *halves]))
@@ -248,10 +253,10 @@ class MicroBatcher:
     def _halves(self, piece: _Piece, failure: str, where: str) -> list[_Piece]:
         """Returns what to run instead of a piece that did not fit; the first inherits its random state."""
         key = "per_device_train_batch_size" if where == "training" else "per_device_eval_batch_size"
-        if where == "training" and (self.cannot_recover or self._foreign_gradients):
-            reason = (
-                self.cannot_recover or "gradients of an earlier step were kept, and part of this one is mixed in now"
-            )
+        reason = self.cannot_recover() if where == "training" else None
+        if where == "training" and self._foreign_gradients:
+            reason = reason or "gradients of an earlier step were kept, and part of this one is mixed in now"
+        if reason is not None:
             fix = (
                 _listed(self._advise(piece.inputs, failure))
                 or "use a smaller micro-batch and more gradient_accumulation_steps"

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from thrifty import _hf
+from thrifty.errors import InputError
 from thrifty.safety.advice import advisor
 from thrifty.safety.checkpointing import SafeCheckpoints
 from thrifty.safety.first_step import check_start, longest_batch, must_normalise
 from thrifty.safety.normalise import targets_of
 from thrifty.safety.numbers import FiniteGuard, NonFinite, SpikeDetector, read_together
-from thrifty.safety.oom import MicroBatcher
+from thrifty.safety.oom import MicroBatcher, is_oom, release_memory
 from thrifty.safety.signals import Interrupted, SharedFlag, SignalGuard
 from thrifty.safety.trial import trial_step
+from thrifty.safety.update import UpdateGuard
 
 
 class Rewind(Exception):
@@ -38,6 +41,8 @@ class SafeRunning(SafeCheckpoints):
     batcher: MicroBatcher | None = None
     finite: FiniteGuard | None = None
     spikes: SpikeDetector | None = None
+    gradient_norm: Callable[[], torch.Tensor] | None = None
+    """Gives the norm of a step's gradient where that is gone when the backward pass ends; a method may set it."""
     _loss_share: float = 1.0
     _normalises: bool = False
     _step_loss: torch.Tensor | None = None
@@ -45,6 +50,9 @@ class SafeRunning(SafeCheckpoints):
     _left_out: frozenset[int] = frozenset()
     _unusable_loss: bool = False
     _interrupted_at: str | None = None
+    _went_back_at: int | None = None
+    _forward_done: bool = False
+    _inputs: Mapping[str, Any] = {}
     _shared_flag: SharedFlag
 
     # --- memory ---
@@ -52,16 +60,23 @@ class SafeRunning(SafeCheckpoints):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if self.batcher is None:
             return self._count_loss(super().training_step(model, inputs, num_items_in_batch))
-        parent = super().training_step
+        if self.batcher.model is not model:  # a method has replaced it
+            limits = self.batcher.state_dict()
+            self.batcher = self._make_batcher(model)
+            self.batcher.load_state_dict(limits)
+            self.batcher.begin_step()
+        self._inputs = inputs
+        parent, batcher = super().training_step, self.batcher
 
         def forward_backward(piece: Mapping[str, Any], share: float) -> torch.Tensor:
-            self._loss_share = share
+            self._loss_share, self._forward_done = share, False
             try:
-                return parent(model, dict(piece), num_items_in_batch)
+                with _processes_in_step(model, batcher) as through:
+                    return parent(through, dict(piece), num_items_in_batch)
             finally:
                 self._loss_share = 1.0
 
-        return self._count_loss(self.batcher.run(inputs, forward_backward))
+        return self._count_loss(batcher.run(inputs, forward_backward))
 
     def _count_loss(self, loss: torch.Tensor) -> torch.Tensor:
         self._step_loss = loss if self._step_loss is None else self._step_loss + loss
@@ -73,6 +88,7 @@ class SafeRunning(SafeCheckpoints):
         counts = self._normalises and num_items_in_batch is not None and not return_outputs
         targets = targets_of(inputs, self._loss_shifts_labels) if counts else None
         result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        self._forward_done = True
         if targets is not None:
             items: Any = num_items_in_batch
             return result * (targets / items)
@@ -105,13 +121,18 @@ class SafeRunning(SafeCheckpoints):
         return loss, logits, labels
 
     def _make_batcher(self, model: nn.Module) -> MicroBatcher:
-        several = self.args.world_size > 1
-        return MicroBatcher(
-            model,
-            report=self.say,
-            advise=advisor(model, self.args),
-            cannot_recover="other processes wait for the gradients of this one" if several else None,
+        def cannot_recover() -> str | None:
+            if self.args.world_size == 1:
+                return None
+            if not isinstance(model, DistributedDataParallel):
+                return "the weights are spread over the processes, and the others wait for this one"
+            begun = model.require_backward_grad_sync and self._forward_done and batcher.closing
+            return "the exchange of gradients with the other processes had begun" if begun else None
+
+        batcher = MicroBatcher(
+            model, report=self.say_here, advise=advisor(model, self.args), cannot_recover=cannot_recover
         )
+        return batcher
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         inputs.pop("sample_id", None)
@@ -132,6 +153,8 @@ class SafeRunning(SafeCheckpoints):
         return self._grad_norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self.gradient_norm is not None:
+            grad_norm = self.gradient_norm()
         self._grad_norm = super()._get_grad_norm(model, grad_norm)
         return self._grad_norm
 
@@ -242,12 +265,65 @@ class SafeRunning(SafeCheckpoints):
             def forward_backward(inputs: Mapping[str, Any]) -> None:
                 if self.batcher is not None:
                     self.batcher.begin_step()
-                SafeRunning.training_step(self, self.model_wrapped, dict(inputs), items)
+                model: Any = self.model_wrapped
+                # Each process finds its own limit: nothing is exchanged that another one would have to wait for.
+                alone = model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+                with alone:
+                    SafeRunning.training_step(self, model, dict(inputs), items)
 
-            trial_step(self.model_wrapped, optimizer, batch, forward_backward)
+            failure = self._try_trial(optimizer, batch, forward_backward)
+            if failure is not None:
+                self.say(f"out of memory in the optimizer step of the trial ({failure}): trying once more")
+                failure = self._try_trial(optimizer, batch, forward_backward)
+            if failure is not None:
+                self._no_room_for_update(failure, batch)
             if self.batcher is not None:
                 self.batcher.begin_step()
             self._step_loss = None
+
+    def _try_trial(self, optimizer: Any, batch: Any, forward_backward: Any) -> str | None:
+        """Runs the trial; what is left of an out-of-memory then is the optimizer's own, and its text comes back."""
+        try:
+            trial_step(self.model_wrapped, optimizer, batch, forward_backward)
+        except Exception as error:
+            if self.guards.on_oom == "raise" or not is_oom(error):
+                raise
+            failure = str(error).strip() or type(error).__name__
+        else:
+            return None
+        release_memory()
+        return failure.splitlines()[0]
+
+    def _no_room_for_update(self, failure: str, inputs: Mapping[str, Any]) -> NoReturn:
+        changes = advisor(self.model, self.args)(inputs, failure)
+        raise InputError(
+            f"out of memory in the optimizer step ({failure})",
+            key="optim",
+            value=str(self.args.optim),
+            fix="; ".join(f"({i}) {line}" for i, line in enumerate(changes, 1)),
+        )
+
+    def _guard_update(self) -> None:
+        """Puts the guard around the steps of accelerate's optimizer."""
+        wrapped: Any = self.optimizer
+        if getattr(wrapped, "_guarded", False):
+            return
+        guard = UpdateGuard(getattr(wrapped, "optimizer", wrapped), self.say)
+        bare_step = wrapped.step
+
+        def step(closure: None = None) -> None:
+            failure = guard.run(bare_step)
+            if failure is None:
+                return
+            checkpoint = self._last_good()
+            if self.args.world_size > 1 or checkpoint is None or self._went_back_at == self.state.global_step:
+                self._no_room_for_update(failure, self._inputs)
+            self._went_back_at = self.state.global_step
+            self.say(f"out of memory in the optimizer step, half done ({failure}): going back to {checkpoint}")
+            raise Rewind(str(checkpoint))
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `bare_step` tells the schedule
+        wrapped.step, wrapped._guarded = step, True
 
     def step_boundary(self) -> None:
         """After each optimizer step: has somebody asked the run to end?"""
@@ -275,9 +351,28 @@ class GuardEvents(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.check_numbers()
+        if self.trainer.guards.on_oom == "split":
+            self.trainer._guard_update()  # a method may have replaced the optimizer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.step_boundary()
+
+
+@contextlib.contextmanager
+def _processes_in_step(model: nn.Module, batcher: MicroBatcher) -> Iterator[nn.Module]:
+    """Yields what a piece of a micro-batch runs through, so that the other processes see one pass a micro-batch.
+
+    DDP exchanges buffers as a forward pass begins and gradients in a backward pass. The last piece does both; the
+    others run through the bare model, whose gradients DDP takes along. A second attempt finds the buffers exchanged.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        yield model
+    elif not batcher.closing:
+        yield model.module
+    else:
+        if batcher.retrying:
+            model.require_forward_param_sync = False
+        yield model
 
 
 class _Ids:

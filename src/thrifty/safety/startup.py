@@ -132,7 +132,7 @@ def label_range(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> list[
             found.append(Finding("error", "input_ids", f"token id {top} is outside the model's {rows} embeddings", fix))
         if labels is None or labels.is_floating_point() or labels.numel() == 0:
             continue
-        tokens = ids is not None and labels.shape == ids.shape
+        tokens = ids is not None and labels.dim() == ids.dim()  # a target text may be shorter than its source
         head = rows if tokens and _is_language_model(model) else getattr(config, "num_labels", None)
         bad = labels[(labels != IGNORE) & ((labels < 0) | (labels >= (head or 1 << 62)))]
         if head and getattr(config, "problem_type", None) != "multi_label_classification" and bad.numel():
@@ -141,8 +141,13 @@ def label_range(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> list[
     return list(dict.fromkeys(found))
 
 
-def precision(model: nn.Module, *, fp16: bool, bf16: bool, device: torch.device) -> list[Finding]:
-    """What mixed precision cannot work with: half weights under a gradient scaler, a device without the format."""
+def precision(
+    model: nn.Module, *, fp16: bool, bf16: bool, device: torch.device, compensated: bool = False
+) -> list[Finding]:
+    """What mixed precision cannot work with: half weights under a gradient scaler, a device without the format.
+
+    With `compensated`, the optimizer takes care of what half weights round away.
+    """
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     found: list[Finding] = []
     if fp16 and torch.float16 in trained:
@@ -155,7 +160,7 @@ def precision(model: nn.Module, *, fp16: bool, bf16: bool, device: torch.device)
     if (bf16 or torch.bfloat16 in trained) and not _has_bf16(device):
         text = f"the device ({_device_name(device)}) has no bfloat16 arithmetic"
         found.append(Finding("error", "bf16", text, "use fp16=True with float32 weights"))
-    if torch.bfloat16 in trained:
+    if torch.bfloat16 in trained and not compensated:
         text = "trainable weights are bfloat16: updates below 1/256 of a weight are rounded away"
         found.append(Finding("notice", "bf16", text))
     return found
@@ -250,7 +255,10 @@ def _last_attended(batch: Mapping[str, Any]) -> torch.Tensor:
 def _embeddings(model: nn.Module) -> nn.Module | None:
     if not hasattr(model, "get_input_embeddings"):
         return None
-    module = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    try:
+        module = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    except NotImplementedError:  # models with two towers (CLIP) have no one table
+        return None
     return (
         module if isinstance(module, nn.Module) and isinstance(getattr(module, "weight", None), torch.Tensor) else None
     )

@@ -24,7 +24,12 @@ _TASKS = {
     "masked-lm": ("thrifty.tasks.masked_lm", "MaskedLM"),
     "text-classification": ("thrifty.tasks.text_classification", "TextClassification"),
     "image-classification": ("thrifty.tasks.image_classification", "ImageClassification"),
+    "seq2seq-lm": ("thrifty.tasks.seq2seq_lm", "Seq2SeqLM"),
+    "masked-image-modeling": ("thrifty.tasks.masked_image_modeling", "MaskedImageModeling"),
+    "image-text": ("thrifty.tasks.image_text", "ImageText"),
 }
+# BART's one class is in transformers' tables of several tasks: the first of ours that knows it has it.
+_INFER_ORDER = ("seq2seq-lm", *(name for name in _TASKS if name != "seq2seq-lm"))
 
 
 def names() -> tuple[str, ...]:
@@ -52,22 +57,11 @@ def infer(model: Any) -> Task:
     Raises:
         InputError: The class belongs to none of the tasks.
     """
-    from transformers.models.auto import modeling_auto
-
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    tables = {
-        "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "text-classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        "image-classification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    }
     classes = {base.__name__ for base in type(inner).__mro__}
-    for name, table in tables.items():
-        known: set[str] = set()
-        for value in table.values():
-            known.update([value] if isinstance(value, str) else value)
-        if classes & known:
-            return get(name)
+    for task in map(get, _INFER_ORDER):
+        if task.does(classes):
+            return task
     raise InputError(
         f"no task is known for the class {type(inner).__name__}",
         key="task",

@@ -69,12 +69,29 @@ class Task(ABC):
 
     name: ClassVar[str]
     """As written under the key `task`."""
+    auto_name: ClassVar[str]
+    """The name of the `transformers.AutoModelFor...` class."""
+    auto_table: ClassVar[str]
+    """The middle of the name of transformers' table of that class, `MODEL_FOR_..._MAPPING_NAMES`."""
     token_unit: ClassVar[str] = "tokens"
     """What `count_tokens` counts."""
+    loss_without_labels: ClassVar[bool] = False
+    """Whether the model computes its loss from its inputs alone."""
 
-    @abstractmethod
     def auto_class(self) -> Any:
         """Returns the `transformers.AutoModelFor...` class."""
+        import transformers
+
+        return getattr(transformers, self.auto_name)
+
+    def does(self, classes: set[str]) -> bool:
+        """Whether a model whose class and base classes have these names is one of this task."""
+        from transformers.models.auto import modeling_auto
+
+        known: set[str] = set()
+        for value in getattr(modeling_auto, f"MODEL_FOR_{self.auto_table}_MAPPING_NAMES").values():
+            known.update([value] if isinstance(value, str) else value)
+        return bool(classes & known)
 
     def load_config(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from thrifty.data.collate import CausalCollator
 from thrifty.data.prepare import prepare_causal
@@ -23,13 +23,9 @@ class CausalLM(TokenTask):
     """Next-token prediction. Every format of `thrifty.data.formats`, .txt files and the embedded corpus."""
 
     name = "causal-lm"
+    auto_name = "AutoModelForCausalLM"
+    auto_table = "CAUSAL_LM"
     shift = True
-
-    def auto_class(self) -> Any:
-        """Returns `AutoModelForCausalLM`."""
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM
 
     def prepare(
         self,
@@ -42,12 +38,8 @@ class CausalLM(TokenTask):
         """See `Task.prepare`. Metrics: nll, perplexity, accuracy and, on plain text, bits_per_byte."""
         check_positions(config, options)
         sources = sources or load_sources(options)
-        train = prepare_causal(sources.train, processor, options, key=sources.train_key)
-        notes = [*sources.notes, *train.notes]
-        held = None
-        if sources.validation is not None:
-            held = prepare_causal(sources.validation, processor, options, key=sources.validation_key)
-            notes += [f"validation: {note}" for note in held.notes]
+        train, held = sources.map(lambda part, key: prepare_causal(part, processor, options, key=key))
+        notes = [*sources.notes, *train.notes, *(f"validation: {note}" for note in (held.notes if held else []))]
         metrics = LanguageModelMetrics(
             shift=True,
             eval_bytes=held.bytes if held else None,

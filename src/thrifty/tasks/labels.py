@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from thrifty.errors import InputError, did_you_mean
+from thrifty.tasks.base import first_logits, forward_inputs
 
 if TYPE_CHECKING:
+    import torch
     from datasets import Dataset
     from transformers import PreTrainedConfig
 
@@ -28,8 +31,8 @@ def class_names(dataset: Dataset, options: DataOptions, *, key: str = "train_fil
 
     feature = dataset.features["label"]
     if isinstance(feature, ClassLabel):
-        return list(feature.names)
-    values: list[Any] = list(dict.fromkeys(dataset["label"]))
+        return _several(list(feature.names), options, key)
+    values: list[Any] = _distinct(dataset["label"])
     if all(isinstance(value, bool) for value in values):
         return ["false", "true"]
     if all(isinstance(value, int) for value in values):
@@ -45,11 +48,45 @@ def class_names(dataset: Dataset, options: DataOptions, *, key: str = "train_fil
             value for value in values if not isinstance(value, type(values[0])) or not isinstance(value, (int, str))
         )
         raise _fault(dataset, options, key, wrong, "neither a name nor a whole number")
+    return _several(names, options, key)
+
+
+def _distinct(values: Any) -> list[Any]:
+    try:
+        return list(dict.fromkeys(values))
+    except TypeError:  # a list or mapping, which is no label: `class_names` names it
+        return list(values)
+
+
+def _several(names: list[str], options: DataOptions, key: str) -> list[str]:
     if len(names) < 2:
         raise InputError(
             f"there is only one class, {names[0]!r}", key=key, value=getattr(options, key, None), fix="give two or more"
         )
     return names
+
+
+def settle_names(
+    train: Dataset, config: PreTrainedConfig | None, options: DataOptions, *, key: str
+) -> tuple[list[str], str]:
+    """Returns the classes, in the order of a head that was trained before where there is one, and a line for the log.
+
+    Raises:
+        InputError: See `class_names`.
+    """
+    names = class_names(train, options, key=key)
+    known = names_of(config)
+    if known and set(names) <= set(known):
+        names = known
+    return names, f"{len(names)} classes: {', '.join(names[:10])}{' ...' if len(names) > 10 else ''}"
+
+
+def class_losses(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the cross-entropy of each sample of a batch with class `labels`, shape (B,)."""
+    from torch.nn import functional
+
+    logits = first_logits(model(**forward_inputs(inputs)).logits)
+    return functional.cross_entropy(logits.float(), inputs["labels"].to(logits.device), reduction="none")
 
 
 def names_of(config: PreTrainedConfig | None) -> list[str] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,13 +28,9 @@ class MaskedLM(TokenTask):
     """
 
     name = "masked-lm"
+    auto_name = "AutoModelForMaskedLM"
+    auto_table = "MASKED_LM"
     shift = False
-
-    def auto_class(self) -> Any:
-        """Returns `AutoModelForMaskedLM`."""
-        from transformers import AutoModelForMaskedLM
-
-        return AutoModelForMaskedLM
 
     def prepare(
         self,
@@ -56,10 +52,7 @@ class MaskedLM(TokenTask):
         if not 0 < options.mlm_probability < 1:
             raise InputError("not a share", key="mlm_probability", value=options.mlm_probability, fix="0 < share < 1")
         sources = sources or load_sources(options)
-        train = prepare_masked(sources.train, processor, options, key=sources.train_key)
-        held = None
-        if sources.validation is not None:
-            held = prepare_masked(sources.validation, processor, options, key=sources.validation_key)
+        train, held = sources.map(lambda part, key: prepare_masked(part, processor, options, key=key))
         metrics = LanguageModelMetrics(shift=False)
         return TaskData(
             train_dataset=train.dataset,

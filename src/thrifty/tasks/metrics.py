@@ -95,6 +95,34 @@ def bits_per_byte(nll: float, size: int) -> float:
     return nll / math.log(2) / size
 
 
+def reconstruction_metrics(prediction: Any) -> dict[str, float]:
+    """Returns nothing beside the loss, which is the measure of a reconstruction."""
+    del prediction
+    return {}
+
+
+def pair_embeddings(logits: Any, labels: Any) -> torch.Tensor:
+    """Returns text and image embedding of each pair, normalised, shape (B, 2, D), of all that a CLIP model gives."""
+    import torch
+
+    del labels
+    return torch.stack([part.float() for part in logits[2:4]], dim=1)
+
+
+def retrieval_metrics(prediction: Any) -> dict[str, float]:
+    """Returns `image_to_text` and `text_to_image`: how often the own partner is the nearest of the whole set.
+
+    Equal captions are equally near, and count as found.
+    """
+    pairs = np.asarray(prediction.predictions, dtype=np.float32)
+    nearness = pairs[:, 0] @ pairs[:, 1].T
+    own = np.diag(nearness) + 1e-6
+    return {
+        "text_to_image": float(np.mean(own >= nearness.max(axis=1))),
+        "image_to_text": float(np.mean(own >= nearness.max(axis=0))),
+    }
+
+
 def class_predictions(logits: Any, labels: Any) -> torch.Tensor:
     """Returns the predicted class of each sample, shape (B,)."""
     del labels

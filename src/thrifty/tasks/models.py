@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thrifty.errors import InputError, did_you_mean
+from thrifty.safety.trust import check_model_folder
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +128,9 @@ def _check_settings(model_type: Any, settings: Mapping[str, Any]) -> None:
                 value=settings[name],
                 fix="remove it or correct its name",
             )
+        size = name.startswith("num_") or name.endswith(("_size", "_embeddings"))
+        if size and isinstance(settings[name], int) and settings[name] < 0:
+            raise InputError("is negative", key=f"model_config.{name}", value=settings[name], fix="a positive number")
 
 
 def check_model_path(name: str, key: str = "model_name_or_path") -> None:
@@ -187,6 +191,7 @@ def build(
                 fix="sizes that fit together (hidden_size a multiple of num_attention_heads), or another model_type",
             ) from error
         return model
+    check_model_folder(model_name_or_path)
     try:
         with seeded(seed):
             model, info = auto_class.from_pretrained(

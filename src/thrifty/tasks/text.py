@@ -34,18 +34,9 @@ class TextTask(Task):
         notes: list[str] | None = None,
     ) -> Processor:
         """See `Task.load_processor`. A tokenizer without padding token is given one, and a note says which."""
-        notes = [] if notes is None else notes
-        if processor_name_or_path is not None:
-            tokenizer = models.load_tokenizer(processor_name_or_path, trust_remote_code=trust_remote_code)
-        elif texts is not None:
-            tokenizer = train_tokenizer(texts(), vocab_size or DEFAULT_VOCAB_SIZE)
-            notes.append(f"tokenizer: byte-level BPE trained on the training text, {len(tokenizer)} entries")
-        else:
-            raise InputError("there is no tokenizer", key="tokenizer_name_or_path", fix="name one")
-        picked = ensure_pad_token(tokenizer)
-        if picked:
-            notes.append(picked)
-        return tokenizer
+        return load_text_tokenizer(
+            processor_name_or_path, texts, vocab_size, trust_remote_code=trust_remote_code, notes=notes
+        )
 
     def config_overrides(self, processor: Processor) -> dict[str, Any]:
         """The vocabulary and the special token ids of a model from scratch are the tokenizer's."""
@@ -64,6 +55,33 @@ class TextTask(Task):
         """Checks the vocabulary besides what every task checks."""
         super().validate(model, data, processor)
         check_vocabulary(model, processor)
+
+
+def load_text_tokenizer(
+    name: str | None,
+    texts: Callable[[], list[str]] | None,
+    vocab_size: int | None,
+    *,
+    trust_remote_code: bool,
+    notes: list[str] | None,
+) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer, or trains one on `texts()`; one without padding token is given one, and a note says which.
+
+    Raises:
+        InputError: There is none to load, and no text to train one on.
+    """
+    notes = [] if notes is None else notes
+    if name is not None:
+        tokenizer = models.load_tokenizer(name, trust_remote_code=trust_remote_code)
+    elif texts is not None:
+        tokenizer = train_tokenizer(texts(), vocab_size or DEFAULT_VOCAB_SIZE)
+        notes.append(f"tokenizer: byte-level BPE trained on the training text, {len(tokenizer)} entries")
+    else:
+        raise InputError("there is no tokenizer", key="tokenizer_name_or_path", fix="name one")
+    picked = ensure_pad_token(tokenizer)
+    if picked:
+        notes.append(picked)
+    return tokenizer
 
 
 class TokenTask(TextTask):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from thrifty.data.collate import ClassificationCollator
 from thrifty.data.encode import threads
-from thrifty.data.prepare import LONG_SAMPLES, check_lengths
+from thrifty.data.prepare import check_lengths, too_long_error
 from thrifty.data.sources import load_sources, record_error
 from thrifty.errors import InputError
-from thrifty.tasks.base import Processor, Sample, TaskData, check_positions, first_logits, forward_inputs
-from thrifty.tasks.labels import adapt_labels, class_names, label_indices, names_of, require_label
+from thrifty.tasks.base import Processor, Sample, TaskData, check_positions
+from thrifty.tasks.labels import adapt_labels, class_losses, label_indices, require_label, settle_names
 from thrifty.tasks.metrics import class_metrics, class_predictions
 from thrifty.tasks.text import TextTask
 
@@ -32,12 +32,8 @@ class TextClassification(TextTask):
     tokens."""
 
     name = "text-classification"
-
-    def auto_class(self) -> Any:
-        """Returns `AutoModelForSequenceClassification`."""
-        from transformers import AutoModelForSequenceClassification
-
-        return AutoModelForSequenceClassification
+    auto_name = "AutoModelForSequenceClassification"
+    auto_table = "SEQUENCE_CLASSIFICATION"
 
     def adapt_config(
         self, config: PreTrainedConfig, processor: Processor, label_names: list[str] | None, *, from_scratch: bool
@@ -68,19 +64,10 @@ class TextClassification(TextTask):
         check_positions(config, options)
         check_lengths(options)
         sources = sources or load_sources(options)
-        train, notes = _labelled(sources.train, options, sources.train_key)
-        names = class_names(train, options, key=sources.train_key)
-        known = names_of(config)
-        if known and set(names) <= set(known):
-            names = known  # the order of a head that was trained before
-        held = None
-        if sources.validation is not None:
-            held, _ = _labelled(sources.validation, options, sources.validation_key)
-        notes = [
-            *sources.notes,
-            *notes,
-            f"{len(names)} classes: {', '.join(names[:10])}{' ...' if len(names) > 10 else ''}",
-        ]
+        (train, notes), labelled = sources.map(lambda part, key: _labelled(part, options, key))
+        held = labelled[0] if labelled else None
+        names, note = settle_names(train, config, options, key=sources.train_key)
+        notes = [*sources.notes, *notes, note]
         dataset = _encode(train, processor, options, names, sources.train_key, notes)
         return TaskData(
             train_dataset=dataset,
@@ -100,10 +87,7 @@ class TextClassification(TextTask):
 
     def per_sample_loss(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
         """See `Task.per_sample_loss`."""
-        from torch.nn import functional
-
-        logits = first_logits(model(**forward_inputs(inputs)).logits)
-        return functional.cross_entropy(logits.float(), inputs["labels"].to(logits.device), reduction="none")
+        return class_losses(model, inputs)
 
 
 def _labelled(part: list[str] | Dataset, options: DataOptions, key: str) -> tuple[Dataset, list[str]]:
@@ -153,13 +137,7 @@ def _encode(
         if longest > options.max_length:
             too_long = sum(len(ids) > options.max_length for ids in encoded["input_ids"])
             if options.long_samples != "truncate":
-                limit = f"max_length={options.max_length}"
-                raise InputError(
-                    f"{too_long} samples are longer than {limit}, the longest has {longest} tokens",
-                    key=key,
-                    value=getattr(options, key, None),
-                    fix=f"max_length: {longest}, or long_samples: {LONG_SAMPLES[1]}",
-                )
+                raise too_long_error(key, options, too_long, longest)
             encoded = tokenizer(texts[0], second, truncation=True, max_length=options.max_length, verbose=False)
             notes.append(
                 f"{key}: {too_long} samples cut off at {options.max_length} tokens (the longest had {longest})"

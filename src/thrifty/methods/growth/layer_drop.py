@@ -15,6 +15,7 @@ NeurIPS 2020.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,8 @@ import torch
 from torch import nn
 
 from thrifty.architecture import branch_outputs, is_post_norm, main_blocks
-from thrifty.method import Method, NotApplicable, Paper, register
+from thrifty.method import Method, NotApplicable, Paper, Phase, register
+from thrifty.methods.growth._gates import Gate, keep_probability
 
 
 def theta_bar(step: int, total_steps: int, theta: float = 0.5, gamma: float | None = None) -> float:
@@ -34,51 +36,6 @@ def theta_bar(step: int, total_steps: int, theta: float = 0.5, gamma: float | No
     """
     rate = 100 / total_steps if gamma is None else gamma
     return (1 - theta) * math.exp(-rate * step) + theta
-
-
-def keep_probability(layer: int, layers: int, theta_bar: float) -> float:
-    """The keep probability of block `layer` (counted from 1) of `layers`."""
-    return 1 - layer / layers * (1 - theta_bar)
-
-
-class Gate:
-    """Stands in front of a block's `forward`: skips it, or runs it with its branches scaled by 1 / p.
-
-    A plain object that refers to the block, so that a deep copy of the block gets a gate of its own.
-    """
-
-    def __init__(self, block: nn.Module, branches: list[str]) -> None:
-        self.block = block
-        self.keep = True
-        self.probability = 1.0
-        self.skipped = 0
-        self._tuple: bool | None = None
-        self._handles = [block.get_submodule(name).register_forward_hook(self._scale) for name in branches]
-        block.forward = self  # type: ignore[method-assign, assignment]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = type(self.block).forward
-        if self.keep or not self.block.training:
-            out = run(self.block, *args, **kwargs)
-            self._tuple = isinstance(out, tuple)
-            return out
-        if self._tuple is None:  # never ran yet (after a resume): learn once whether the block returns a tuple
-            with torch.no_grad(), torch.random.fork_rng():
-                self._tuple = isinstance(run(self.block, *args, **kwargs), tuple)
-        self.skipped += 1
-        hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden,) if self._tuple else hidden
-
-    def _scale(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not self.block.training or self.probability == 1.0:
-            return None
-        return output / self.probability
-
-    def remove(self) -> None:
-        """Takes the gate away."""
-        for handle in self._handles:
-            handle.remove()
-        del self.block.forward
 
 
 class LayerDropper:
@@ -149,6 +106,19 @@ class LayerDrop(Method):
             raise ValueError(f"theta must be above 0 and at most 1, got {self.theta}")
         if self.gamma is not None and self.gamma < 0:
             raise ValueError(f"gamma must not be negative, got {self.gamma}")
+
+    def phases(self, model_config: Any, total_steps: int) -> list[Phase]:
+        layers, pieces = model_config.num_hidden_layers, min(10, total_steps)
+        bounds = [round(total_steps * i / pieces) for i in range(pieces + 1)]
+
+        def kept(step: float) -> float:
+            now = theta_bar(round(step), total_steps, self.theta, self.gamma)
+            return sum(keep_probability(layer, layers, now) for layer in range(1, layers + 1)) / layers
+
+        return [
+            Phase(steps=stop - start, description=f"steps {start} to {stop}", depth=kept((start + stop) / 2))
+            for start, stop in itertools.pairwise(bounds)
+        ]
 
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
         # A skipped block gets no gradient in that step, which DDP has to be told.

@@ -126,15 +126,8 @@ class Stacking(Method):
         depth = model_config.num_hidden_layers
         plan = [*stages(depth, self._start(depth), self.boundaries, total_steps), (total_steps, 0)]
 
-        def cut(layers: int) -> Any:
-            def transform(model: nn.Module) -> nn.Module:
-                stack(model, layers)
-                return model
-
-            return transform
-
         return [
-            Phase(steps=after - first, description=f"{layers} layers", transform=cut(layers))
+            Phase(steps=after - first, description=f"{layers} layers", depth=layers / depth)
             for (first, layers), (after, _) in itertools.pairwise(plan)
         ]
 

@@ -76,7 +76,7 @@ class MovingAverage:
     exact=True,
     claims=("average",),
     # The mean has to be taken before anything folds, merges or masks the weights.
-    runs_before=("section:initialization", "section:sparsity", "section:peft"),
+    runs_before=("section:initialization", "section:sparsity", "section:overparameterization", "section:peft"),
 )
 @dataclass(kw_only=True)
 class Ema(Method):
@@ -93,6 +93,9 @@ class Ema(Method):
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {self.decay}")
         self.average = MovingAverage(self.decay, self.warm_up)
+
+    def held_bytes(self, trainable: int, itemsize: float, device: str) -> int:
+        return 4 * trainable  # the mean, in float32
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         self.average.update(kw["model"])

@@ -67,7 +67,7 @@ class LatestWeightAverage:
     preset={"window": 2, "every": 1},
     claims=("average",),
     # The mean has to be taken before anything folds, merges or masks the weights.
-    runs_before=("section:initialization", "section:sparsity", "section:peft"),
+    runs_before=("section:initialization", "section:sparsity", "section:overparameterization", "section:peft"),
 )
 @dataclass(kw_only=True)
 class Lawa(Method):
@@ -94,6 +94,9 @@ class Lawa(Method):
                 fix=f"set every below {ctx.total_steps}",
             )
         return model
+
+    def held_bytes(self, trainable: int, itemsize: float, device: str) -> int:
+        return round(self.window * trainable * itemsize) if device == "cpu" else 0  # snapshots lie on the host
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         if state.global_step % self.every == 0:

@@ -10,18 +10,20 @@ Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thrifty.method import Method, Paper, register
+from thrifty.methods.optimizers._adam import ByParameter, adam_direction
 from thrifty.methods.optimizers._groups import refuse_sharding
 from thrifty.methods.optimizers._trust_ratio import adapted_groups, trust_ratio
 
 
-class LambOptimizer(torch.optim.Optimizer):
+class LambOptimizer(ByParameter):
     """LAMB as in the paper: both moments are bias-corrected, and the norm of the weights is not clipped.
 
     Args:
@@ -43,29 +45,12 @@ class LambOptimizer(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-                state["step"] += 1
-                m, v, count = state["exp_avg"], state["exp_avg_sq"], float(state["step"])
-                m.lerp_(p.grad, 1 - beta1)
-                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                update = (m / (1 - beta1**count)) / ((v / (1 - beta2**count)).sqrt() + group["eps"])
-                update.add_(p, alpha=group["weight_decay"])
-                if group["adapt"]:
-                    update.mul_(trust_ratio(p, update))
-                p.add_(update, alpha=-group["lr"])
-        return loss
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
+        update = adam_direction(self.state[p], gradient, group["betas"], group["eps"])
+        update.add_(p, alpha=group["weight_decay"])
+        if group["adapt"]:
+            update.mul_(trust_ratio(p, update))
+        p.add_(update, alpha=-group["lr"])
 
 
 @register(

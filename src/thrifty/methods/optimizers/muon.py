@@ -151,15 +151,17 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[tuple[int, int] | None,
     return found
 
 
-def muon_groups(groups: list[dict[str, Any]], model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Splits the trainer's groups into Muon's and AdamW's."""
+def muon_groups(
+    groups: list[dict[str, Any]], model: nn.Module, lr: float, adamw_lr: float | None = None
+) -> list[dict[str, Any]]:
+    """Splits the trainer's groups into Muon's and AdamW's. A group with a rate of its own is that share of `adamw_lr`."""
     hidden = hidden_matrices(model)
     parts = split(groups, lambda name, p: p.ndim == 2 and name.removeprefix("module.") in hidden)
     for part in parts:
         names = part.pop("names")
         part["muon"] = part.pop("chosen")
         if part["muon"]:
-            part["lr"] = lr
+            part["lr"] = lr * part["lr"] / adamw_lr if adamw_lr and "lr" in part else lr
             part["parts"] = [hidden[name.removeprefix("module.")][0] for name in names]
             part["transposed"] = [hidden[name.removeprefix("module.")][1] for name in names]
     return parts
@@ -194,7 +196,7 @@ class Muon(Method):
 
     def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
         model = ctx.model
-        parts = muon_groups(groups, model, self.lr)
+        parts = muon_groups(groups, model, self.lr, ctx.args.learning_rate)
         if not any(part["muon"] for part in parts):
             raise NotApplicable(
                 f"muon: no hidden matrix of {type(model).__name__} is trained", fix="use adamw, or unfreeze the blocks"

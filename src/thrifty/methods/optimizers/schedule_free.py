@@ -53,7 +53,7 @@ def averaged(optimizer: Any) -> Iterator[None]:
     claims=("optimizer", "schedule", "average"),
     library="schedulefree",
     # The average has to be taken before anything folds, merges or masks the weights.
-    runs_before=("section:initialization", "section:sparsity", "section:peft"),
+    runs_before=("section:initialization", "section:sparsity", "section:overparameterization", "section:peft"),
 )
 @dataclass(kw_only=True)
 class ScheduleFree(Method):

@@ -13,7 +13,7 @@ Source: Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Los
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.method import Batch, Method, NotApplicable, Paper, register
-
-# What a shorter row is filled with when samples of several batches are joined.
-FILLERS = {"labels": -100, "attention_mask": 0}
+from thrifty.samples import join_samples, split_samples
 
 
 class LossSelector:
@@ -50,38 +48,6 @@ class LossSelector:
         rank = np.searchsorted(ordered, values, side="right") / len(ordered)
         probability = np.maximum(rank**self.beta, self.floor)
         return torch.rand(len(values), generator=rng, dtype=torch.float64) < torch.from_numpy(probability)
-
-
-def split_samples(batch: Batch, keep: Tensor) -> list[Batch]:
-    """The picked rows of a batch as single samples (on the CPU): tensors without the batch dimension."""
-    size = len(keep)
-    rows = keep.nonzero().flatten().tolist()
-    return [
-        {k: v[i].cpu() for k, v in batch.items() if torch.is_tensor(v) and v.dim() > 0 and len(v) == size} for i in rows
-    ]
-
-
-def join_samples(samples: Sequence[Batch]) -> Batch:
-    """Stacks single samples; shorter rows are filled at the end, where neither attention nor loss looks.
-
-    Samples with `position_ids` (packed rows) get no attention mask, which would let transformers ignore the positions.
-    """
-    keys = set().union(*samples)
-    packed = "position_ids" in keys and "attention_mask" not in keys
-    if (
-        not packed
-        and any("attention_mask" not in s for s in samples)
-        and len({len(s["input_ids"]) for s in samples if "input_ids" in s}) > 1
-    ):
-        keys.add("attention_mask")
-    batch: Batch = {"use_cache": False} if packed else {}
-    for key in sorted(keys):
-        rows = [s[key] if key in s else torch.ones_like(s["input_ids"]) for s in samples]
-        if rows[0].dim() == 1:
-            longest = max(len(row) for row in rows)
-            rows = [nn.functional.pad(row, (0, longest - len(row)), value=FILLERS.get(key, 0)) for row in rows]
-        batch[key] = torch.stack(rows)
-    return batch
 
 
 @register(

@@ -20,42 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.architecture import block_linears, main_blocks
-from thrifty.method import Method, NotApplicable, Paper, register
-
-
-def erdos_renyi_kernel(shapes: Mapping[str, tuple[int, ...]], sparsity: float) -> dict[str, int]:
-    """Distributes the non-zeros over the layers: density in proportion to (sum of dims) / (product of dims), at most 1.
-
-    Args:
-        shapes: Shape of each weight.
-        sparsity: Share of zeros over all of them.
-
-    Returns:
-        The number of non-zeros of each weight; their sum is exact.
-
-    >>> erdos_renyi_kernel({"a": (64, 32), "b": (32, 16), "c": (16, 10)}, 0.8)
-    {'a': 307, 'b': 154, 'c': 83}
-    """
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
-    target = round((1 - sparsity) * sum(sizes.values()))
-    dense: set[str] = set()
-    scale = 1.0
-    while len(dense) < len(shapes):
-        rest = [name for name in shapes if name not in dense]
-        scale = (target - sum(sizes[name] for name in dense)) / sum(raw[name] * sizes[name] for name in rest)
-        full = {name for name in rest if scale * raw[name] > 1}
-        if not full:
-            break
-        dense |= full
-    exact = {name: sizes[name] if name in dense else scale * raw[name] * sizes[name] for name in shapes}
-    counts = {name: math.floor(value) for name, value in exact.items()}
-    # The largest remainders get the last few, so that the total is exact.
-    missing = target - sum(counts.values())
-    for name in sorted(exact, key=lambda n: counts[n] - exact[n])[:missing]:
-        counts[name] += 1
-    return counts
+from thrifty.method import Paper, register
+from thrifty.methods.sparsity._masks import (
+    MaskedMethod,
+    MaskedWeights,
+    check_sparsity,
+    erdos_renyi_kernel,
+    random_masks,
+)
 
 
 def drop_fraction(step: int, end: float, alpha: float = 0.3) -> float:
@@ -89,8 +61,8 @@ def move_connections(weight: Tensor, gradient: Tensor, mask: Tensor, count: int)
     return kept.view_as(mask)
 
 
-class SparseWeights:
-    """Masks on some weights of a model, for one's own loop.
+class SparseWeights(MaskedWeights):
+    """Masks that start at random and move, for one's own loop.
 
     After each backward: `mask_gradients()`, or, where connections move, `move(...)` and no optimizer step. After each
     optimizer step: `apply(optimizer)`.
@@ -103,30 +75,7 @@ class SparseWeights:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], sparsity: float, rng: torch.Generator) -> None:
         counts = erdos_renyi_kernel({name: tuple(p.shape) for name, p in parameters.items()}, sparsity)
-        self.parameters = dict(parameters)
-        self.masks: dict[str, Tensor] = {}
-        for name, p in parameters.items():
-            mask = torch.zeros(p.numel(), dtype=torch.bool)
-            mask[torch.randperm(p.numel(), generator=rng)[: counts[name]]] = True
-            self.masks[name] = mask.view(p.shape).to(p.device)
-        self.apply()
-
-    @torch.no_grad()
-    def apply(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Zeroes the weights outside of the masks, and their optimizer state."""
-        for name, p in self.parameters.items():
-            mask = self.masks[name] = self.masks[name].to(p.device)
-            p.mul_(mask)
-            for value in optimizer.state.get(p, {}).values() if optimizer is not None else ():
-                if torch.is_tensor(value) and value.shape == p.shape:
-                    value.mul_(mask)
-
-    @torch.no_grad()
-    def mask_gradients(self) -> None:
-        """Zeroes the gradients outside of the masks, before they are clipped and used."""
-        for name, p in self.parameters.items():
-            if p.grad is not None:
-                p.grad.mul_(self.masks[name].to(p.device))
+        super().__init__(parameters, random_masks(parameters, counts, rng))
 
     @torch.no_grad()
     def move(self, fraction: float, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -154,7 +103,7 @@ class SparseWeights:
     preset={"sparsity": 0.5, "every": 1, "end": 0.9},
 )
 @dataclass(kw_only=True)
-class RigL(Method):
+class RigL(MaskedMethod):
     """Dynamic sparse training."""
 
     sparsity: float = 0.8
@@ -166,14 +115,12 @@ class RigL(Method):
     end: float = 0.75
     """The share of the run after which nothing moves any more."""
 
-    weights: SparseWeights | None = field(default=None, init=False, repr=False)
+    weights: SparseWeights | None = field(default=None, init=False, repr=False)  # type: ignore[assignment]
     moved: int = field(default=0, init=False, repr=False)
-    ctx: Any = field(default=None, init=False, repr=False)
     _moving: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.sparsity < 1:
-            raise ValueError(f"sparsity must be between 0 and 1, got {self.sparsity}")
+        check_sparsity(self.sparsity)
         if self.every < 1:
             raise ValueError(f"every must be at least 1, got {self.every}")
         if not 0 <= self.alpha <= 1:
@@ -181,22 +128,8 @@ class RigL(Method):
         if not 0 <= self.end <= 1:
             raise ValueError(f"end must be between 0 and 1, got {self.end}")
 
-    def _parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        linears = block_linears(main_blocks(model, "rigl"))
-        return {f"{n}.weight": m.weight for n, m in linears.items() if m.weight.requires_grad}  # type: ignore[misc]
-
-    def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
-        self.ctx = ctx
-        parameters = self._parameters(model)
-        if not parameters:
-            raise NotApplicable("rigl: no linear weight of the blocks is trained", fix="unfreeze them, or remove rigl")
-        self.weights = SparseWeights(parameters, self.sparsity, ctx.rng("rigl"))
-        return model
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
-        assert self.weights is not None
-        self.weights.parameters = self._parameters(kw["model"])
-        self.weights.apply()
+    def choose(self, model: nn.Module, parameters: dict[str, nn.Parameter], ctx: Any) -> SparseWeights:
+        return SparseWeights(parameters, self.sparsity, ctx.rng("rigl"))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         step = state.global_step
@@ -204,58 +137,27 @@ class RigL(Method):
         due = step > 0 and step % self.every == 0 and step < self.end * self.ctx.total_steps
         self._moving = due and self.alpha > 0
 
-    def wrap_training_step(self, step: Callable[..., Tensor], ctx: Any) -> Callable[..., Tensor]:
-        def masked(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-            loss = step(model, inputs, num_items_in_batch)
-            # Only at the last micro-batch are the gradients complete, and equal on all processes. A moving step keeps
-            # them dense: they tell where to grow.
-            if ctx.syncing and not self._moving:
-                assert self.weights is not None
-                self.weights.mask_gradients()
-            return loss
-
-        return masked
+    def masks_gradients(self) -> bool:
+        # A moving step keeps them dense: they tell where to grow.
+        return not self._moving
 
     def wrap_update(self, update: Callable[[], None], ctx: Any) -> Callable[[], None]:
-        def masked_update() -> None:
-            assert self.weights is not None
-            if self._moving:
-                fraction = drop_fraction(ctx.step, self.end * ctx.total_steps, self.alpha)
-                self.moved += self.weights.move(fraction, ctx.optimizer)
-                ctx.skip_update()
+        masked_update = super().wrap_update(update, ctx)
+
+        def moving_update() -> None:
+            if not self._moving:
+                masked_update()
                 return
-            update()
-            self.weights.apply(ctx.optimizer)
+            assert self.weights is not None
+            fraction = drop_fraction(ctx.step, self.end * ctx.total_steps, self.alpha)
+            self.moved += self.weights.move(fraction, ctx.optimizer)
+            ctx.skip_update()
 
-        return masked_update
-
-    def on_replace(self, model: nn.Module, parameter_map: Mapping[str, str | None], ctx: Any) -> None:
-        assert self.weights is not None
-        old = self.weights.masks
-        self.weights.parameters = self._parameters(model)
-        self.weights.masks = {}
-        for name, p in self.weights.parameters.items():
-            source = parameter_map.get(name, name) or name
-            mask = old.get(source, old.get(name))
-            if mask is None or mask.shape != p.shape:
-                raise NotApplicable(
-                    f"rigl: the model changed, and '{name}' has no mask of shape {tuple(p.shape)} to inherit",
-                    fix="remove rigl, or the method that changes the model",
-                )
-            self.weights.masks[name] = mask.clone()
-        self.weights.apply(ctx.optimizer)
-
-    def finish(self, model: nn.Module, ctx: Any) -> nn.Module:
-        assert self.weights is not None
-        self.weights.parameters = self._parameters(model)
-        self.weights.apply()
-        return model
+        return moving_update
 
     def state_dict(self) -> dict[str, Any]:
-        assert self.weights is not None
-        return {"masks": {n: m.cpu() for n, m in self.weights.masks.items()}, "moved": self.moved}
+        return {**super().state_dict(), "moved": self.moved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # At once, not at the next start: the best checkpoint is loaded after training, right before `finish` masks.
-        assert self.weights is not None
-        self.weights.masks, self.moved = dict(state["masks"]), state["moved"]
+        super().load_state_dict(state)
+        self.moved = state["moved"]

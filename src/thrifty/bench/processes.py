@@ -1,0 +1,142 @@
+"""A fresh process for every measurement, without the seconds that importing torch and transformers takes each time."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+from thrifty.bench.measure import Job, Outcome, measure
+
+StartMethod = Literal["forkserver", "spawn", "fork"]
+
+
+def start_method() -> StartMethod:
+    """How fresh processes begin here.
+
+    `forkserver`: one process has imported everything, computes nothing, and forks a child for each measurement. CUDA
+    cannot be used in a fork of a process that has touched it, and importing libraries may touch it: there each process
+    starts from nothing (`spawn`).
+    """
+    import torch
+
+    if torch.cuda.is_available() or not hasattr(os, "fork"):
+        return "spawn"
+    return "forkserver"
+
+
+class FreshProcesses:
+    """Runs jobs one after the other, each in a process of its own.
+
+    Args:
+        method: How a process begins; None chooses for this machine. `fork` copies this process as it is.
+        run: What a process does with its job.
+    """
+
+    def __init__(self, method: StartMethod | None = None, run: Callable[[Job], Outcome] = measure) -> None:
+        self.method: StartMethod = method or start_method()
+        self.run_job = run
+        self._context: Any = multiprocessing.get_context(self.method)
+        if self.method == "forkserver":
+            self._context.set_forkserver_preload(["thrifty.bench.preload"])
+            with _no_stderr():  # the server keeps what it starts with; its imports have much to say
+                forkserver.ensure_running()
+
+    def run(self, job: Job) -> Outcome:
+        """Runs one job and waits for it.
+
+        Returns:
+            Its outcome; a process that ended without one gives an outcome with the reason, marked as crashed.
+
+        Raises:
+            KeyboardInterrupt: The child is ended first.
+        """
+        receiver, sender = self._context.Pipe(duplex=False)
+        with tempfile.TemporaryDirectory(prefix="thrifty-bench-log-") as folder:
+            log = Path(folder) / "log.txt"
+            process = self._context.Process(target=_child, args=(sender, self.run_job, job, str(log)))
+            process.start()
+            sender.close()
+            try:
+                return _receive(receiver, process, log)
+            finally:
+                receiver.close()
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def _no_stderr() -> Iterator[None]:
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _receive(receiver: Connection, process: Any, log: Path) -> Outcome:
+    try:
+        received = receiver.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        said = _tail(log)
+        how = f"was ended by signal {-code} ({_signal(-code)})" if code and code < 0 else f"ended with exit code {code}"
+        hint = "; perhaps the machine ran out of memory" if code == -signal.SIGKILL else ""
+        return Outcome(reason=f"the process {how}{hint}{said}", crashed=True)
+    return Outcome.from_dict(received)
+
+
+def _child(sender: Any, run: Callable[[Job], Outcome], job: Job, log: str) -> None:
+    # The terminal's Ctrl-C goes to the whole group; the bench decides what becomes of a measurement.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()  # every trainer collects garbage; what was inherited need not be searched
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    try:
+        outcome = run(job)
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        text = " ".join(str(error).split())
+        outcome = Outcome(reason=f"{type(error).__name__}: {text[:300]}", crashed=not _is_out_of_memory(error))
+    sender.send(outcome.to_dict())
+    sender.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # what libraries do at exit costs time and concerns nobody
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    from thrifty.safety.oom import is_oom
+
+    return bool(is_oom(error))
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _tail(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+    return f"; its last words: {lines[-1][:200]}" if lines else ""

@@ -1,0 +1,1 @@
+"""Compiling the model."""

@@ -1,0 +1,1 @@
+"""The loss and what surrounds it."""

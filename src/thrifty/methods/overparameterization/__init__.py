@@ -1,0 +1,1 @@
+"""Over-parameterisation: more weights in training than in the result."""

@@ -1,0 +1,107 @@
+"""Prefix tuning.
+
+What it does: freezes the model and trains keys and values of a few virtual tokens at every layer, which all tokens
+attend to. A small network can produce them while training (`projection`), which steadies it.
+
+Helps: generation tasks on one shared model; it reaches deeper than prompt tuning for the same number of tokens.
+Does not help: small models or long training, where LoRA does better at the same size.
+Limits: causal language models, sequence-to-sequence models and text classifiers whose attention takes cached keys.
+Gradient checkpointing cannot be combined with it. Cannot be merged: the result is an adapter in peft's format.
+Source: Li and Liang, "Prefix-Tuning: Optimizing Continuous Prompts for Generation", ACL 2021.
+Library: peft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft import PeftModel, PrefixTuningConfig
+from torch import nn
+
+from thrifty.method import NotApplicable, Paper, register
+from thrifty.methods.peft._adapters import CONFLICTS
+from thrifty.methods.peft._prompts import VirtualTokens
+
+
+@register(
+    "prefix-tuning",
+    title="Prefix tuning",
+    section="peft",
+    sources=[Paper("Li and Liang", 2021, "arXiv:2101.00190")],
+    exact=False,
+    saves_as="peft",
+    claims=("adapter",),
+    conflicts_with={
+        **CONFLICTS,
+        "section:checkpointing": "a recomputed block cannot take the keys and values that stand in front of the text",
+        "packing": "the keys in front of the text would belong to the first document of a row only",
+        "layer-drop": "a skipped block does not take its keys and values, and later ones then read another block's",
+    },
+    tasks=("causal-lm", "seq2seq-lm", "text-classification"),
+    library="peft",
+    preset={"tokens": 3},
+)
+@dataclass(kw_only=True)
+class PrefixTuning(VirtualTokens):
+    """Trains keys and values in front of every layer's own."""
+
+    projection: bool = False
+    """Produce the prefix by a two-layer network, which is dropped after training."""
+    hidden_size: int | None = None
+    """Width of that network; null is the model's own."""
+
+    _encoder: nn.Module | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size is not None and self.hidden_size < 1:
+            raise ValueError(f"hidden_size must be at least 1, got {self.hidden_size}")
+
+    def configure(self, args: Any, ctx: Any) -> Mapping[str, Any]:
+        if getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing:
+            raise NotApplicable(
+                "prefix-tuning: a recomputed block cannot take the keys and values in front of the text",
+                key="gradient_checkpointing",
+                value=True,
+                fix="remove one of the two",
+            )
+        return {}
+
+    def peft_config(self, model: nn.Module, task_type: str) -> Any:
+        return PrefixTuningConfig(
+            task_type=task_type,  # type: ignore[arg-type]
+            num_virtual_tokens=self.tokens,
+            prefix_projection=self.projection,
+            encoder_hidden_size=self.hidden_size or model.config.hidden_size,  # type: ignore[union-attr, arg-type]
+        )
+
+    def prepare_model(self, model: nn.Module, ctx: Any) -> PeftModel:
+        if ctx.planning:
+            # One tensor holds the prefixes of all layers; a dry run of few layers cannot tell how it grows.
+            raise NotApplicable(
+                "prefix-tuning: cannot be dry-run, since one tensor holds the keys and values of all layers",
+                key="methods",
+                value="prefix-tuning",
+                fix="plan prompt-tuning with as many tokens: it needs a little more",
+            )
+        prefixed = super().prepare_model(model, ctx)
+        if self.projection:
+            self._encoder = prefixed.prompt_encoder[str(prefixed.active_adapter)]
+            self._encoder.embedding.register_load_state_dict_pre_hook(_keep_narrow_weight)  # type: ignore[union-attr]
+        return prefixed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"encoder": self._encoder.state_dict()} if self._encoder is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._encoder is not None:
+            self._encoder.load_state_dict(state["encoder"])
+
+
+def _keep_narrow_weight(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """peft saves the keys and values that the network produces, from which it could not be trained further."""
+    name = f"{prefix}weight"
+    if name in state and state[name].shape != module.weight.shape:
+        state[name] = module.weight.detach().clone()

@@ -1,0 +1,53 @@
+"""Every registered method is dry-run as it is: the planner's peak is that of real steps through the trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from thrifty.errors import InputError
+from thrifty.method import overrides, registry
+from thrifty.planner.measure import measure
+from thrifty.planner.plan import estimate
+from thrifty.planner.workload import make_workload
+
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "causal-lm": {"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 611, **SIZES},
+    "masked-lm": {"model_type": "bert", "vocab_size": 611, **SIZES},
+    "text-classification": {"model_type": "bert", "vocab_size": 611, **SIZES},
+    "image-classification": {"model_type": "vit", "image_size": 32, "patch_size": 4, **SIZES},
+}
+# Methods that make some steps cheaper: the plan is for the dearest, which the few real steps here need not reach.
+AT_MOST = {
+    name for name in registry.names() if overrides(registry.get(name)(**registry.get(name).spec.preset), "phases")
+}
+SETTINGS = {"budget": {"tokens": 10**9}}  # the preset's budget ends before a step is measured
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THRIFTY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_predicted_peak_is_the_real_one(name: str) -> None:
+    spec = registry.get(name).spec
+    task = next((task for task in spec.tasks if task in MODELS), None) if spec.tasks else "causal-lm"
+    if task is None:
+        pytest.skip(f"no small model for {spec.tasks}")
+    methods = [*spec.requires, {name: SETTINGS.get(name) or dict(spec.preset)}]
+    options: dict[str, Any] = {} if task.startswith("image") else {"seq_len": 48}
+    workload = make_workload(MODELS[task], task=task, methods=methods, **options)
+    try:
+        predicted = estimate(workload, device="cpu", micro_batch=4)
+    except InputError as refusal:
+        pytest.skip(f"refused on this machine: {refusal}")
+    took = measure(workload, micro_batch=4, steps=1)
+    assert took.peak_allocated_bytes is not None
+    ratio = took.peak_allocated_bytes / predicted.peak_allocated_bytes
+    least = 0.0 if name in AT_MOST else 0.98
+    assert least < ratio < 1.02, f"{took.peak_allocated_bytes} / {predicted.peak_allocated_bytes}"
