@@ -1,6 +1,6 @@
 # make demo   a virtual environment, the package, and a real training run of about three minutes
 # make test   lint, types and tests, in the same environment
-# make soak   the long tests: every pair of methods, kills, full disks
+# make soak   the long tests: every pair of methods; kills, full disks, memory, NaN, malformed input; writes their tables
 # make bench  runs the measurements of benchmarks/ on this machine
 # make clean  removes the environment and the caches; leaves runs/ alone
 #
@@ -28,6 +28,9 @@ lint: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m soak
+	set -e; for soak in oom nan malformed disk pressure; do \
+	  echo "$$soak"; $(BIN)/python benchmarks/soak/$$soak.py --out benchmarks/results/soak-$$soak.json; done
+	rm -f benchmarks/results/soak-kills.json
 	$(BIN)/python benchmarks/soak/kill.py --kills 200 --out benchmarks/results/soak-kills.json
 
 bench: $(VENV)/.installed-dev

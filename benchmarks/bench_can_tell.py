@@ -22,14 +22,14 @@ from thrifty.method import Method, register
 
 HERE = Path(__file__).parent
 SLOWER_BY = 0.10
-SMALL = (
-    "model_config.hidden_size=64",
-    "model_config.intermediate_size=176",
-    "model_config.num_hidden_layers=2",
-    "max_length=64",
-    "per_device_train_batch_size=8",
-    "vocab_size=512",
-)
+SMALL = {
+    "model_config.hidden_size": "64",
+    "model_config.intermediate_size": "176",
+    "model_config.num_hidden_layers": "2",
+    "max_length": "64",
+    "per_device_train_batch_size": "8",
+    "vocab_size": "512",
+}
 
 
 # Registered when this file is imported, so also in the processes that the bench starts.
@@ -54,7 +54,9 @@ class PlantedSlowDown(Method):
         self.last = time.perf_counter()
 
 
-def repeat(number: int, *, rounds: int, threads: int | None, overrides: tuple[str, ...], method: Any) -> dict[str, Any]:
+def repeat(
+    number: int, *, by: float, rounds: int, threads: int | None, overrides: tuple[str, ...], method: Any
+) -> dict[str, Any]:
     """One bench: what it says of the pair and of the planted row."""
     from thrifty.bench.options import Options, read_run
     from thrifty.bench.result import result_of
@@ -64,7 +66,7 @@ def repeat(number: int, *, rounds: int, threads: int | None, overrides: tuple[st
     run, _, name = read_run(None, overrides)
     run["seed"] = 42 + 100 * number
     options = Options(run=run, name=name, minutes=None, rounds=rounds, quality=False, threads=threads)
-    arms = [Arm(BASELINE), Arm("same again"), Arm("planted", ({"planted-slow-down": {"by": SLOWER_BY}},))]
+    arms = [Arm(BASELINE), Arm("same again"), Arm("planted", ({"planted-slow-down": {"by": by}},))]
     with tempfile.TemporaryDirectory(prefix="thrifty-can-tell-") as folder:
         session = Session(options, Path(folder), method=method, arms=arms, memory=False)
         session.run()
@@ -83,15 +85,18 @@ def main(arguments: list[str] | None = None, *, method: Any = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--planted", type=float, default=SLOWER_BY, help="share of a step's time")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--out", default=str(HERE / "results" / "bench-can-tell.json"))
     parser.add_argument("overrides", nargs="*", default=[])
     given = parser.parse_args(arguments)
+    keys = SMALL | dict(override.split("=", 1) for override in given.overrides)
     begun, rows = time.monotonic(), []
     for number in range(given.repeats):
         found = repeat(
-            number, rounds=given.rounds, threads=given.threads, overrides=(*SMALL, *given.overrides), method=method
-        )
+            number, by=given.planted, rounds=given.rounds, threads=given.threads,
+            overrides=tuple(f"{key}={value}" for key, value in keys.items()), method=method,
+        )  # fmt: skip
         rows.append(found)
         said = ", ".join(f"{name}: {row['verdict']} (x{row['speed']['median']:.3f})" for name, row in found.items())
         print(f"{number + 1}/{given.repeats}  {said}", flush=True)
@@ -104,7 +109,7 @@ def main(arguments: list[str] | None = None, *, method: Any = None) -> int:
         "label": "measured",
         "name": "bench-can-tell",
         **circumstances(given.threads),
-        "planted": SLOWER_BY,
+        "planted": given.planted,
         "repeats": given.repeats,
         "rounds": given.rounds,
         "seconds": round(time.monotonic() - begun, 1),

@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import tables
+
 from thrifty.cli.methods import settings_of
 from thrifty.method import Method, card_of, registry
 
@@ -20,6 +22,11 @@ def pages() -> dict[Path, str]:
     made[ROOT / "docs/methods/index.md"] = "# The methods\n\n" + table(prefix="") + "\n"
     readme = ROOT / "README.md"
     made[readme] = MARKS.sub(lambda m: m[1] + table(prefix="docs/methods/") + "\n" + m[2], readme.read_text("utf-8"))
+    made |= tables.result_pages()
+    for page in [readme, *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = made.get(page) or page.read_text("utf-8")
+        if tables.MARKS.search(text):
+            made[page] = tables.filled(text)
     return made
 
 

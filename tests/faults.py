@@ -34,7 +34,7 @@ def exhaust(run: Any, step: int, occurrence: int = 1, part: str = "backward") ->
         run: A trainer.
         step: From 1.
         occurrence: Which of the step's passes, from 1; pieces count.
-        part: `forward`, `backward` (before it), or `after-backward` (some gradients have been added then).
+        part: `forward` (before it), `in-forward`, `backward` (before it), or `after-backward` (gradients were added).
     """
     seen = [0]
     compute_loss, original = run.compute_loss, run.accelerator.backward
@@ -53,11 +53,13 @@ def exhaust(run: Any, step: int, occurrence: int = 1, part: str = "backward") ->
         return compute_loss(*args, **kwargs)
 
     def backward(loss: Any, **kwargs: Any) -> None:
-        struck = part != "forward" and due()
+        struck = not part.endswith("forward") and due()
         if struck and part == "backward":
             fail()
         original(loss, **kwargs)
         if struck:
             fail()
 
+    if part == "in-forward":
+        run.model.get_input_embeddings().register_forward_hook(lambda *_: fail() if due() else None)
     run.compute_loss, run.accelerator.backward = forward, backward

@@ -7,9 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+TIMEOUT = 150.0
 
 
 class Pair:
@@ -43,13 +46,18 @@ class Pair:
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
         answers = []
+        # Two that wait for each other would wait for half an hour; a SIGTERM they would answer at a step boundary.
+        watchdog = threading.Timer(TIMEOUT, lambda: [process.kill() for process in self.ranks])
+        watchdog.start()
         for rank, process in enumerate(self.ranks):
             for line in process.stdout:
                 if line.startswith("ANSWER "):
                     answers.append(json.loads(line.removeprefix("ANSWER ")))
                     break
             else:
+                watchdog.cancel()
                 pytest.fail(f"rank {rank} died: {Path(self.logs[rank].name).read_text()[-3000:]}")
+        watchdog.cancel()
         errors = [answer["error"] for answer in answers if "error" in answer]
         assert not errors, errors[0]
         assert all(answer["world"] == 2 for answer in answers)

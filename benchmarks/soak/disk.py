@@ -30,6 +30,7 @@ from transformers import TrainerCallback
 import tiny
 from thrifty.errors import InputError, ThriftyError
 from thrifty.safety.manifest import problems
+from thrifty.trainer import Trainer  # noqa: F401 - before the children are forked
 
 STEPS = 8
 METHODS: list[Any] = [{"lawa": {"window": 3, "every": 2}}]

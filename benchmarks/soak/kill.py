@@ -2,6 +2,8 @@
 
     python benchmarks/soak/kill.py --kills 200 --out benchmarks/results/soak-kills.json
 
+A second call with the same `--out` and another `--seed` adds its kills to those in the file.
+
 Each recipe runs once without interruption. Then the same run is started again and again: every child is killed after
 its first optimizer step, many of them while a checkpoint is being written, and the next child resumes from the newest
 complete checkpoint. When a chain of kills comes to its end, weights and losses must equal those of the unbroken
@@ -10,7 +12,6 @@ run. Children are forked from a process that has imported everything, so that a 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -23,14 +24,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-
+import table  # sets the environment and the path of the next one
 from transformers import TrainerCallback
 
 import tiny
 from thrifty.safety.store import CheckpointStore
+from thrifty.trainer import Trainer  # noqa: F401 - before the children are forked
 
 STEPS = 24
 RECIPES: dict[str, list[Any]] = {
@@ -171,32 +170,36 @@ def soak(name: str, recipe: list[Any], kills: int, root: Path, rng: random.Rando
     return {"recipe": name, "kills": done, "inside_a_save": inside, "chains": chains, "resumed_bit_exactly": exact}
 
 
-def write(path: Path, seed: int, seconds: float, rows: list[dict[str, Any]], total: dict[str, int]) -> None:
-    """Writes the table with versions and date."""
-    from thrifty.report.summary import versions
-
-    result = {
-        "what": "SIGKILL at random instants, resume, compare bit for bit",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": versions(),
-        "seed": seed,
-        "seconds": round(seconds, 1),
-        "rows": rows,
-        "total": total,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+def earlier(path: Path | None) -> dict[str, Any]:
+    """The table that lies there, to be added to."""
+    if path is None or not path.exists():
+        return {"rows": [], "seeds": [], "seconds": 0.0}
+    found = json.loads(path.read_text())
+    return {"rows": found["rows"], "seeds": found.get("seeds", [found.get("seed")]), "seconds": found["seconds"]}
 
 
-def main() -> int:
+def added(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a recipe: the counts of both."""
+    rows = {row["recipe"]: dict(row) for row in old}
+    for row in new:
+        before = rows.get(row["recipe"], {})
+        rows[row["recipe"]] = {
+            key: value if isinstance(value, str) else value + before.get(key, 0) for key, value in row.items()
+        }
+    return list(rows.values())
+
+
+def main(arguments: list[str] | None = None) -> int:
     """Runs the soak and writes its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = table.parser(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     rng = random.Random(args.seed)
     share = -(-args.kills // len(RECIPES))
+    before = earlier(args.out)
+    if args.seed in before["seeds"]:
+        parser.error(f"{args.out} holds the kills of seed {args.seed} already: choose another --seed")
     rows: list[dict[str, Any]] = []
     total: dict[str, int] = {}
     begin = time.monotonic()
@@ -204,10 +207,12 @@ def main() -> int:
         for name, recipe in RECIPES.items():
             rows.append(soak(name, recipe, share, Path(root), rng))
             print(json.dumps(rows[-1]), flush=True)
-            total = {key: sum(row[key] for row in rows) for key in ("kills", "inside_a_save", "resumed_bit_exactly")}
-            if args.out is not None:  # after every recipe, so that a soak that is stopped leaves what it has shown
-                write(args.out, args.seed, time.monotonic() - begin, rows, total)
-    print(json.dumps(total))
+            # After every recipe, so that a soak that is stopped leaves what it has shown.
+            whole = added(before["rows"], rows)
+            total = {key: sum(row[key] for row in whole) for key in ("kills", "inside_a_save", "resumed_bit_exactly")}
+            seconds = round(before["seconds"] + time.monotonic() - begin, 1)
+            what = "SIGKILL at random instants, resume, compare bit for bit"
+            table.write(args.out, what, whole, total, seeds=[*before["seeds"], args.seed], seconds=seconds)
     good = total["kills"] == total["resumed_bit_exactly"] and total["inside_a_save"] * 4 >= total["kills"]
     return 0 if good else 1
 

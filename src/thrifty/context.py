@@ -33,6 +33,8 @@ class Context:
         planning: True in a dry run, where data does not exist.
         trainer: The trainer; None in a dry run and in somebody's own loop.
         total_steps: The length of the run in optimizer steps, where it is known otherwise.
+        device_kind: In a dry run, the kind of the device that is planned for.
+        model_config: In a dry run, the configuration of the full model, of which hooks see a shallower one.
     """
 
     def __init__(
@@ -45,11 +47,15 @@ class Context:
         trainer: Trainer | None = None,
         data: TrainingData | None = None,
         total_steps: int | None = None,
+        device_kind: str | None = None,
+        model_config: Any = None,
     ) -> None:
         self.args = args
         self.task = task
         self.processing_class = processing_class
         self.planning = planning
+        self.model_config = model_config
+        self._device_kind = device_kind
         self.trainer = trainer
         self.data = data
         self._total_steps = total_steps
@@ -87,6 +93,11 @@ class Context:
     @property
     def device(self) -> torch.device:
         return self.args.device
+
+    @property
+    def device_kind(self) -> str:
+        """`cuda`, `cpu`, ...: in a dry run that of the device planned for, which `device` is not."""
+        return self._device_kind or self.device.type
 
     @property
     def cache(self) -> Path:

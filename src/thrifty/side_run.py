@@ -39,6 +39,9 @@ def side_run(
         "per_device_train_batch_size": ctx.args.per_device_train_batch_size,
         "learning_rate": ctx.args.learning_rate,
         "use_cpu": ctx.args.use_cpu,
+        # The run's own precision: accelerate has one state a process, and would refuse another one afterwards.
+        "bf16": ctx.args.bf16,
+        "fp16": ctx.args.fp16,
         "seed": ctx.args.seed,
         "save_steps": max(1, max_steps // 4),
         "save_total_limit": 1,

@@ -71,7 +71,11 @@ def test_round_trips_through_yaml(name):
 
 # Methods whose effect on the numbers is none by design; what they do is asserted in their own way.
 SILENT = {
+    "attention": lambda run: run.recipe["attention"].facts()["kernel"] == "matrix products and softmax",
     "gradient-checkpointing": lambda run: run.recipe["gradient-checkpointing"].checkpointed == 2,
+    "activation-offload": lambda run: run.recipe["activation-offload"].host.moved_bytes > 0,
+    "optimizer-offload": lambda run: type(run.ctx.optimizer).__name__ == "HostAdamW",
+    "nvme-offload": lambda run: type(run.ctx.optimizer).__name__ == "DiskAdamW",
     "gradient-accumulation": lambda run: run.args.gradient_accumulation_steps == 2,
     "adamw": lambda run: run.ctx.optimizer.defaults["fused"] is None,
     "ema": lambda run: run.recipe["ema"].average.updates == STEPS - 1,

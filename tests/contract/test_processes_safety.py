@@ -29,7 +29,8 @@ def whole(tmp_path_factory, pair):
     ("part", "accumulation", "occurrence"),
     [
         ("forward", 1, 1),  # before anything is exchanged: the other process waits for the gradients
-        ("forward", 2, 1),
+        ("in-forward", 1, 1),  # after the buffers were exchanged
+        ("in-forward", 2, 1),
         ("backward", 2, 1),  # a micro-batch whose gradients stay at home
         ("after-backward", 2, 1),
         ("forward", 2, 2),
@@ -37,7 +38,8 @@ def whole(tmp_path_factory, pair):
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_out_of_memory_on_one_process_keeps_them_agreed(tmp_path, pair, whole, part, accumulation, occurrence, rank):
-    fault = {"rank": rank, "step": 2, "occurrence": occurrence, "part": part}
+    # The second step of a pass has one micro-batch where two are accumulated, so it is the third that is struck.
+    fault = {"rank": rank, "step": 3, "occurrence": occurrence, "part": part}
     arguments = {**SETTINGS, "gradient_accumulation_steps": accumulation}
     answer = pair.run(
         methods=[], folder=str(tmp_path), arguments=arguments, out=str(tmp_path / "w"), exhaust=fault

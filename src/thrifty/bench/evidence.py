@@ -9,7 +9,8 @@ a claim about a technique is an evidence file, which anybody can run again:
     seconds: 60                                  # of training, for each run of both sides
     baseline: {learning_rate: 4e-3}              # keys and methods of the baseline
     arm: {methods: [muon]}                       # keys and methods of the technique
-    tune: {learning_rate: [2e-3, 4e-3, 8e-3]}    # both sides choose among these, by a seed of its own
+    tune: {learning_rate: [2e-3, 4e-3, 8e-3]}    # both sides choose among these, by a seed of its own;
+                                                 # tune_arm gives the technique other values
 
 The paces of both sides are measured in alternation, each side is given the number of steps that fits into the seconds,
 and the runs alternate by seed. Every measurement is kept, so that a killed run goes on.
@@ -41,7 +42,6 @@ from thrifty.report import text
 FORMAT = "thrifty-evidence/1"
 TUNING_SEED = 1000
 """Added to the seed: what was chosen by a seed must not be judged by it."""
-_ROUNDS = 5
 
 
 @dataclass(kw_only=True)
@@ -56,6 +56,8 @@ class Evidence:
         seconds: Of training, for each run.
         seeds: How many.
         tune: Keys with the values to choose from, for both sides.
+        tune_arm: The same for the arm alone, in place of `tune`.
+        rounds: How often the paces are measured.
         evaluations: During a run.
         eval_samples: Validation samples.
     """
@@ -69,8 +71,18 @@ class Evidence:
     seconds: float = 60.0
     seeds: int = 3
     tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    tune_arm: Mapping[str, Sequence[Any]] | None = None
+    rounds: int = 5
     evaluations: int = 10
     eval_samples: int = 256
+
+    def choices(self, *, arm: bool) -> list[dict[str, Any]]:
+        """Every combination of the values that a side chooses from; none where nothing is tuned."""
+        found: list[dict[str, Any]] = [{}]
+        tuned = self.tune_arm if arm and self.tune_arm is not None else self.tune
+        for key, values in tuned.items():
+            found = [{**one, key: value} for one in found for value in values]
+        return found if tuned else []
 
 
 def read(path: str | Path, *, seeds: int | None = None) -> Evidence:
@@ -91,14 +103,14 @@ def read(path: str | Path, *, seeds: int | None = None) -> Evidence:
     for key in ("name", "arm"):
         if not values.get(key):
             raise InputError(f"is missing in {path.name}", key=key, fix="see docs/bench.md")
-    for key in ("arm", "baseline", "tune"):
+    for key in ("arm", "baseline", "tune", "tune_arm"):
         if not isinstance(values.get(key, {}), Mapping):
             raise InputError("must be a mapping", key=key, value=values[key], fix=f"{key}: {{key: value}}")
-    for key, least in (("seconds", 0.5), ("seeds", 1), ("evaluations", 1), ("eval_samples", 1)):
+    for key, least in (("seconds", 0.5), ("seeds", 1), ("rounds", 1), ("evaluations", 1), ("eval_samples", 1)):
         value = values.get(key, least)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
             raise InputError("must be a number that is large enough", key=key, value=value, fix=f"{least} or more")
-    for key, choices in values.get("tune", {}).items():
+    for key, choices in {**values.get("tune", {}), **values.get("tune_arm", {})}.items():
         if not isinstance(choices, list) or not choices:
             raise InputError("must be a list of values", key=f"tune.{key}", value=choices, fix="[1e-3, 2e-3]")
     if isinstance(values.get("run"), str):
@@ -118,12 +130,13 @@ class EvidenceSession(Session):
         for arm in self.arms:
             if arm.id in self.reasons:
                 raise InputError(f"'{arm.id}' does not run: {self.reasons[arm.id]}", key="arm")
-        runs = 2 * (self.evidence.seeds + len(_choices(self.evidence.tune)) * (len(self.evidence.tune) > 0))
+        tried = sum(len(self.evidence.choices(arm=arm)) for arm in (False, True))
+        runs = 2 * self.evidence.seeds + tried
         seconds = runs * self.evidence.seconds
         made = f"{self.evidence.seeds} seeds of {self.evidence.seconds:g} s for both sides"
-        self.plan = Plan(_ROUNDS, self.evidence.seeds, 0, seconds, made)
+        self.plan = Plan(self.evidence.rounds, self.evidence.seeds, 0, seconds, made)
         self.progress.say(f"plan: {made}, in all {text.duration(seconds)} of training")
-        self.progress.expect((_ROUNDS - 1) * 3 + runs)
+        self.progress.expect((self.evidence.rounds - 1) * 3 + runs)
 
     def _losses(self) -> None:
         chosen = [self._tuned(arm) for arm in self.arms]
@@ -136,15 +149,16 @@ class EvidenceSession(Session):
 
     def _tuned(self, arm: Arm) -> Arm:
         best: tuple[float, Arm] | None = None
-        for choice in _choices(self.evidence.tune) if self.evidence.tune else []:
+        choices = self.evidence.choices(arm=arm is self.arms[1])
+        for choice in choices:
             tried = Arm(arm.id, arm.methods, {**arm.keys, **choice})
             label = ",".join(f"{key}={value}" for key, value in choice.items())
             found = self._train(tried, f"tune-{arm.id}-{label}", TUNING_SEED)
             # A value with which it diverges is not chosen; that is a result, not a fault.
             if found.reason is None and found.curve and (best is None or found.curve[-1][3] < best[0]):
                 best = (found.curve[-1][3], tried)
-        if best is None and self.evidence.tune:
-            raise InputError(f"'{arm.id}' trains with none of these values", key="tune", value=dict(self.evidence.tune))
+        if best is None and choices:
+            raise InputError(f"'{arm.id}' trains with none of these values", key="tune", value=choices)
         return best[1] if best is not None else arm
 
     def steps(self, arm: str) -> int:
@@ -162,14 +176,6 @@ class EvidenceSession(Session):
 def _side(name: str, keys: Mapping[str, Any]) -> Arm:
     own = dict(keys)
     return Arm(name, tuple(own.pop("methods", ())), own)
-
-
-def _choices(tune: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination of the values."""
-    found: list[dict[str, Any]] = [{}]
-    for key, values in tune.items():
-        found = [{**one, key: value} for one in found for value in values]
-    return found
 
 
 def result_of(session: Session) -> dict[str, Any]:
@@ -201,7 +207,7 @@ def result_of(session: Session) -> dict[str, Any]:
         "run": shareable(session.options.run),
         "seconds": evidence.seconds,
         "seeds": len(both),
-        "tuned": {key: list(values) for key, values in evidence.tune.items()},
+        "tuned": {"baseline": evidence.choices(arm=False), "arm": evidence.choices(arm=True)},
         "baseline": _described(session, base, runs[base.id], chosen[0]),
         "arm": _described(session, arm, runs[arm.id], chosen[1]),
         "difference": plain(change),
@@ -329,8 +335,8 @@ def run(
         evidence.arm = {**evidence.arm, "methods": [*own, *evidence.arm.get("methods", ())]}
     options = Options(
         run=content, name=evidence.name, minutes=None, seeds=evidence.seeds, evaluations=evidence.evaluations,
-        eval_samples=evidence.eval_samples, threads=threads, rounds=_ROUNDS,
-        more={"seconds": evidence.seconds, "tune": dict(evidence.tune)},
+        eval_samples=evidence.eval_samples, threads=threads, rounds=evidence.rounds,
+        more={"seconds": evidence.seconds, "tune": [evidence.choices(arm=arm) for arm in (False, True)]},
     )  # fmt: skip
 
     def start(folder: Path, fresh: bool, method: StartMethod | None) -> Session:

@@ -110,6 +110,8 @@ def _child(sender: Any, run: Callable[[Job], Outcome], job: Job, log: str) -> No
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    # A fork may have inherited streams of a notebook or a test that lead elsewhere.
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
     try:
         outcome = run(job)
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,9 @@ def circumstances(threads: int | None = None) -> dict[str, Any]:
     from thrifty.report.summary import versions
 
     hardware = detect()
-    machine = hardware.to_dict()
-    machine.pop("free_bytes", None)  # of the moment, not of the machine
+    machine = {**hardware.to_dict(), "accelerators": [asdict(device) for device in hardware.accelerators]}
+    for part in (machine, *machine["accelerators"]):
+        part.pop("free_bytes", None)  # of the moment, not of the machine
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {**machine, "threads": threads or hardware.threads, "platform": platform.platform()},

@@ -138,7 +138,8 @@ class Tables:
     def build(self) -> Iterator[tuple[Arm, Row]]:
         """Yields each new arm with its first row; the caller probes it and calls `settle` before going on."""
         for item in self.techniques:
-            if self.most is not None and len(self.arms) >= self.most:
+            new = 2 if self._sum and self.only is None else 1  # alone, and on top of the others
+            if self.most is not None and len(self.arms) + new > self.most:
                 self.left_out.append(name_of(item))
                 continue
             label = label_of(item)

@@ -13,6 +13,7 @@ from thrifty.bench.options import Options, read_run
 from thrifty.bench.processes import StartMethod
 from thrifty.bench.publish import publish
 from thrifty.bench.result import faults, result_of
+from thrifty.bench.rows import candidates
 from thrifty.bench.session import Session
 from thrifty.bench.state import fingerprint
 from thrifty.errors import InputError
@@ -46,6 +47,8 @@ def bench(
         run=content, own_methods=own, name=name, chosen=chosen, only=only, minutes=minutes, steps=steps, seeds=seeds,
         rounds=rounds, threads=threads,
     )  # fmt: skip
+
+    candidates(options.chosen, options.own_methods)  # a wrong name is better found before the first measurement
 
     def start(folder: Path, fresh: bool, method: StartMethod | None) -> Session:
         return Session(options, folder, fresh=fresh, method=method)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
+from typing import Protocol
 
 from thrifty.bench.budget import Plan, loss_runs, plan, timed_steps
 from thrifty.bench.measure import MEMORY_STEPS, WARM_UP_STEPS, Job, Kind, Outcome
@@ -18,6 +19,13 @@ from thrifty.recipe import Recipe
 
 AGAIN = "baseline again"
 """The second run of the baseline in every round: the difference to the first is the machine's noise."""
+
+
+class Runner(Protocol):
+    """Carries out jobs."""
+
+    def run(self, job: Job) -> Outcome:
+        """Runs one job and waits for it."""
 
 
 class BenchError(ThriftyError):
@@ -35,6 +43,7 @@ class Session:
         progress: Where to say what happens.
         arms: Fixed arms in place of tables of techniques (the guide, evidence, the bench's own test).
         memory: Whether the memory of fixed arms is measured.
+        runner: What carries out a job; fresh processes by default.
     """
 
     def __init__(
@@ -47,11 +56,12 @@ class Session:
         progress: Progress | None = None,
         arms: list[Arm] | None = None,
         memory: bool = True,
+        runner: Runner | None = None,
     ) -> None:
         self.options = options
         fixed = [(arm.id, arm.methods, dict(arm.keys)) for arm in arms or ()]
         self.state = State(folder, {**options.settings(), "arms": fixed}, fresh=fresh)
-        self.processes = FreshProcesses(method)
+        self.processes = runner or FreshProcesses(method)
         self.progress = progress or Progress()
         self.arms: list[Arm] = arms or []
         self.tables: Tables | None = None

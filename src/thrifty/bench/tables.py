@@ -125,7 +125,7 @@ def signed(value: float) -> str:
 
 def ratio(found: Mapping[str, Any]) -> str:
     """A ratio with its interval."""
-    return f"×{found['median']:.2f} ({span(found, lambda v: f'{v:.2f}')})"
+    return f"×{found['median']:.2f} ({span(found, lambda v: f'{v:.2f}' if v < 100 else 'over 100')})"
 
 
 def span(found: Mapping[str, Any], show: Any) -> str:

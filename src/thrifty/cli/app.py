@@ -28,6 +28,7 @@ VERBS = (
     "plan",
     "estimate",
     "size",
+    "scores",
     "devices",
     "calibrate",
     "env",

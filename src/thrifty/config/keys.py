@@ -42,7 +42,7 @@ class RunKeys:
     optimizer: str | dict[str, dict[str, Any] | None] | None = None
     """Shorthand: a method that claims the slot `optimizer`."""
     attention: str | dict[str, dict[str, Any] | None] | None = None
-    """Shorthand: a method that claims the slot `attention`."""
+    """auto, sdpa, flash, flex or eager: which attention runs; or a method that claims the slot `attention`."""
     precision: str | dict[str, dict[str, Any] | None] | None = None
     """Shorthand: a method that claims the slot `precision`; auto takes what the device does well, and says why."""
 

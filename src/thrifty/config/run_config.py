@@ -210,6 +210,8 @@ def _fold_shorthands(config: RunConfig) -> None:
             )
         name = value if isinstance(value, str) else next(iter(value))
         fitting = [other for other in registry.names() if slot in registry.get(other).spec.claims]
+        if isinstance(value, str) and name not in fitting and slot in fitting:
+            name, value = slot, {slot: {"implementation": value}}  # attention: flash
         if name not in fitting:
             raise InputError(
                 f"no method of that name fills this slot{did_you_mean(name, fitting)}",

@@ -9,7 +9,8 @@ import numpy as np
 
 from thrifty.errors import InputError
 from thrifty.planner.compiled import Compiled
-from thrifty.planner.search import SHARDINGS, Evaluator, alternatives, structures_for
+from thrifty.planner.search import SHARDINGS, Evaluator, single_additions, structures_for
+from thrifty.planner.structure import compile_all
 
 if TYPE_CHECKING:
     from thrifty.planner.plan import Estimate, Search
@@ -69,17 +70,19 @@ def _remedies(search: Search, least: int, allow: Sequence[str]) -> list[str]:
     lines, found = [], []
     tried = {repr(s.recipe.to_config()) for s in search.structures}
     names = {method.name for method in base}
-    for recipe in alternatives(workload.with_methods(list(base)), ("all",)):
-        added = [method for method in recipe if method.name not in names]
-        if len(added) != 1 or repr(recipe.to_config()) in tried:
-            continue
-        try:
-            compiled = structures_for(workload, [recipe], device)[0].compile()
-        except InputError:
+    recipes = [
+        r for r in single_additions(workload.with_methods(list(base)), device.kind) if repr(r.to_config()) not in tried
+    ]
+    for recipe, compiled in zip(recipes, compile_all(structures_for(workload, recipes, device)), strict=True):
+        if isinstance(compiled, InputError):
             continue  # It cannot be used here, so it is no remedy.
-        table = evaluator.table([compiled], division)
+        added = next(method for method in recipe if method.name not in names)
+        try:
+            table = evaluator.table([compiled], division)
+        except InputError:
+            continue  # It asks for another division.
         needed = float(table["allocated"].min()) + device.context_bytes
-        found.append((needed, added[0].name, added[0].settings()))
+        found.append((needed, added.name, added.settings()))
     found.sort(key=lambda item: item[0])
     for needed, name, settings in found:
         if needed <= search.limit():

@@ -45,9 +45,12 @@ class OpCoster:
         else:
             reads = tuple(map(float, map(_touched, inputs)))
         flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+        sizes = _product_sizes(short, inputs)
+        if short == "on_host":
+            sizes = (0.0, 0.0, 0.0, float(args[1]))
         first = next((t for t in inputs if t.is_floating_point()), inputs[0] if inputs else (outputs or [None])[0])
         dtype = str(first.dtype).removeprefix("torch.") if first is not None else "none"
-        return name, dtype, (flops, sum(reads), written, *_product_sizes(short, inputs)), reads
+        return name, dtype, (flops, sum(reads), written, *sizes), reads
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

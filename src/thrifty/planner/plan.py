@@ -13,7 +13,15 @@ import numpy as np
 from thrifty.errors import InputError, did_you_mean
 from thrifty.hardware.devices import Device, get_device
 from thrifty.planner.compiled import Compiled
-from thrifty.planner.search import SHARDINGS, Evaluator, alternatives, factorisations, pareto, structures_for
+from thrifty.planner.search import (
+    MOST_CLASSES,
+    SHARDINGS,
+    Evaluator,
+    alternatives,
+    factorisations,
+    pareto,
+    structures_for,
+)
 from thrifty.planner.structure import Structure, compile_all
 from thrifty.planner.trace import CATEGORIES
 from thrifty.planner.workload import Workload, make_workload, parse_bytes, workload_from_run
@@ -315,7 +323,7 @@ def plan(
     begun = time.perf_counter()
     workload, profile = as_workload(model, options), as_device(device, memory)
     divisions = factorisations(global_batch, devices)
-    recipes = alternatives(workload, allow)
+    recipes = alternatives(workload, allow, profile.kind)
     structures = structures_for(workload, recipes, profile)
     compiled = compile_all(structures, processes)
     rejected = _rejected(recipes, compiled)
@@ -335,6 +343,11 @@ def plan(
         assert isinstance(one, Compiled)
         result.compiled = one
     result.explanation = explain(search, chosen_row, chosen, allow)
+    if len(recipes) == MOST_CLASSES:
+        result.explanation.append(
+            f"Only the {MOST_CLASSES} combinations of methods with the fewest additions were tried; name what you "
+            "would have in --methods to search around it."
+        )
     result.seconds = time.perf_counter() - begun
     return result
 

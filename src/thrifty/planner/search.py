@@ -40,6 +40,9 @@ _DDP_BUCKET_BYTES = 25 * 2**20
 # Elements in the bucket in which DeepSpeed reduces gradients by default.
 _REDUCE_BUCKET = 500_000_000
 
+MOST_CLASSES = 96
+"""Structural classes of one search: what 96 dry runs take is about what somebody waits for."""
+
 TABLE = np.dtype(
     [
         ("structure", "i4"),
@@ -121,19 +124,43 @@ def factorisations(global_batch: int, devices: int) -> list[tuple[int, int]]:
     return [(micro, share // micro) for micro in range(1, share + 1) if share % micro == 0]
 
 
-def alternatives(workload: Workload, allow: Sequence[str]) -> list[Recipe]:
-    """The recipes to try: the user's own, and with every combination of declared choices.
+def alternatives(
+    workload: Workload, allow: Sequence[str], device: str = "cuda", most: int | None = None
+) -> list[Recipe]:
+    """The recipes to try: the user's own, and with combinations of declared choices, those with few additions first.
 
     Choices that leave the mathematics unchanged are free; the others need to be allowed, by name or by section.
+
+    Args:
+        workload: The run, with the user's methods.
+        allow: Names, sections, or `all`.
+        device: Kind of device.
+        most: No more recipes than this; default `MOST_CLASSES`.
 
     Raises:
         InputError: Something allowed is neither a method with choices nor a section.
     """
+    from thrifty.recipe import Recipe
+
+    found = _combinations(Recipe.parse(workload.methods), _choices(workload, allow, device))
+    return list(itertools.islice(found, MOST_CLASSES if most is None else most))
+
+
+def single_additions(workload: Workload, device: str = "cuda") -> list[Recipe]:
+    """The user's recipe with each declared choice alone, allowed or not."""
+    from thrifty.recipe import Recipe
+
+    base = Recipe.parse(workload.methods)
+    return list(_combinations(base, _choices(workload, ("all",), device), most_added=1))[1:]
+
+
+def _choices(workload: Workload, allow: Sequence[str], device: str) -> list[list[Method]]:
+    """For each method that may be added, its settings to try."""
     from thrifty.method import registry
     from thrifty.recipe import Recipe
 
     base = Recipe.parse(workload.methods)
-    axes: list[list[Method | None]] = []
+    axes: list[list[Method]] = []
     known = {n: registry.get(n).spec for n in registry.names() if registry.get(n).spec.choices}
     sections = {spec.section for spec in known.values()}
     for word in allow:
@@ -145,16 +172,15 @@ def alternatives(workload: Workload, allow: Sequence[str]) -> list[Recipe]:
     for name, spec in known.items():
         if name in base or (spec.tasks and workload.task not in spec.tasks):
             continue
-        settings: list[Any] = list(spec.choices.get("free", ())) if spec.exact else []
+        free = [*spec.choices.get("free", ()), *(spec.choices.get("accelerator", ()) if device != "cpu" else ())]
+        settings: list[Any] = list(free) if spec.exact else []
         if "optimizer" in spec.claims:
             settings = [s for s in settings if _same_optimizer(workload, base, registry.get(name)(**s))]
         if {name, spec.section, "all"} & set(allow):
-            settings += [
-                s for s in (*spec.choices.get("free", ()), *spec.choices.get("allow", ())) if s not in settings
-            ]
+            settings += [s for s in (*free, *spec.choices.get("allow", ())) if s not in settings]
         if settings:
-            axes.append([None, *(registry.get(name)(**s) for s in settings)])
-    return list(_combinations(base, axes))
+            axes.append([registry.get(name)(**s) for s in settings])
+    return axes
 
 
 def _same_optimizer(workload: Workload, base: Recipe, method: Method) -> bool:
@@ -173,14 +199,17 @@ def _same_optimizer(workload: Workload, base: Recipe, method: Method) -> bool:
     return own is other
 
 
-def _combinations(base: Recipe, axes: Sequence[Sequence[Method | None]]) -> Iterator[Recipe]:
+def _combinations(base: Recipe, axes: Sequence[Sequence[Method]], most_added: int | None = None) -> Iterator[Recipe]:
+    """The base, then with one addition, with two, ..."""
     from thrifty.recipe import Recipe
 
-    for chosen in itertools.product(*axes):
-        try:
-            yield Recipe([*base, *(method for method in chosen if method is not None)])
-        except InputError:
-            continue  # The methods' own declarations rule the combination out.
+    for count in range(1 + (len(axes) if most_added is None else most_added)):
+        for some in itertools.combinations(axes, count):
+            for chosen in itertools.product(*some):
+                try:
+                    yield Recipe([*base, *chosen])
+                except InputError:
+                    continue  # The methods' own declarations rule the combination out.
 
 
 class Evaluator:

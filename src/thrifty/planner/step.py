@@ -56,6 +56,7 @@ class Step:
         seq_breaks: Sequence lengths at which the graph changes (a sliding window).
         seq_limit: The longest sequence that the model can take (learned positions), or None.
         warm_up: Whether a whole step must run before the traced one, because hooks on the model make state.
+        least_blocks: The fewest blocks to trace: three where a middle one has events that neither end has.
     """
 
     build_model: Callable[[Mapping[str, int]], nn.Module]
@@ -76,6 +77,7 @@ class Step:
     seq_breaks: tuple[int, ...] = ()
     seq_limit: int | None = None
     warm_up: bool = False
+    least_blocks: int = 2
 
     def prepared_model(self, counts: Mapping[str, int]) -> nn.Module:
         """Builds the model with `counts` blocks and does to it all that training would do before the first step."""
@@ -92,7 +94,7 @@ class Step:
         base = {}
         for name, full in self.layers.items():
             unit = self.units.get(name, 1)
-            least = unit + 1 if unit > 1 else 2
+            least = max(self.least_blocks, unit + 1 if unit > 1 else 2)
             base[name] = min(full, least + (full - least) % unit)
         return base
 

@@ -7,7 +7,9 @@ states are divided do not. A class is compiled once and kept on disk by the hash
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -119,6 +121,11 @@ class Structure:
             found = _crossed(found, method.phases(self.workload.config, total) or [])
         return tuple(found)
 
+    @property
+    def names(self) -> str:
+        """The methods, for people."""
+        return ", ".join(m.name for m in self.recipe) or "no methods"
+
     def is_stored(self) -> bool:
         """Whether the dry run of the micro-batch lies on disk."""
         return (_cache_folder() / f"{self.key}.step.npz").exists()
@@ -136,12 +143,16 @@ class Structure:
             model = StepModel.load(path)
             _load_rows(model, rows)
         else:
+            step = self.step()
             try:
-                model = compile_step(self.step(), seq=self.workload.seq_len)
+                try:
+                    model = compile_step(step, seq=self.workload.seq_len)
+                except TraceMismatch:
+                    # Blocks that share weights: only a middle one adds to a gradient that others will add to.
+                    model = compile_step(dataclasses.replace(step, least_blocks=3), seq=self.workload.seq_len)
             except TraceMismatch as error:
-                names = ", ".join(m.name for m in self.recipe) or "no methods"
                 raise InputError(
-                    f"cannot be dry-run with {names}: {error}", key="model", value=self.workload.name
+                    f"cannot be dry-run with {self.names}: {error}", key="model", value=self.workload.name
                 ) from error
             folder.mkdir(parents=True, exist_ok=True)
             # The step's file is written last, so that it vouches for the rows.
@@ -222,12 +233,13 @@ class Structure:
         object.__setattr__(args, "max_steps", self.workload.arguments.get("max_steps") or 1000)
         from thrifty import tasks
 
-        return Context(args=args, task=tasks.get(self.workload.task), planning=True, total_steps=args.max_steps)
+        return Context(
+            args=args, task=tasks.get(self.workload.task), planning=True, total_steps=args.max_steps,
+            device_kind=self.device.kind, model_config=self.workload.config,
+        )  # fmt: skip
 
     def step(self) -> Step:
         """The training step as the tracer runs it."""
-        import dataclasses
-
         import torch
 
         from thrifty.planner.step import hf_step
@@ -342,28 +354,35 @@ class Structure:
 
 
 def compile_all(structures: Sequence[Structure], processes: int = 2) -> list[Compiled | InputError]:
-    """Compiles several classes, on several cores where many are new; what cannot work is returned as its error."""
+    """Compiles several classes, on several cores where many are new; what cannot work is returned as its error.
+
+    A fault in the dry run of the first class, the user's own, is raised; that of another one only rules it out.
+    """
     from thrifty.planner.fit import compile_many
 
     missing = list({s.key: s for s in structures if not s.is_stored()}.values())
 
     def fill(structure: Structure) -> Callable[[], Any]:
         def run() -> None:
-            try:
+            # What fails here fails again, and is answered, when the class is compiled in this process.
+            with contextlib.suppress(Exception):
                 structure.compile()
-            except InputError:
-                return  # Raised again, with its message, when the class is compiled in this process.
 
         return run
 
     if len(missing) > 2 and processes > 1:
         compile_many([fill(structure) for structure in missing], processes)
     found: list[Compiled | InputError] = []
-    for structure in structures:
+    for index, structure in enumerate(structures):
         try:
             found.append(structure.compile())
         except InputError as error:
             found.append(error)
+        except Exception as error:
+            if index == 0:
+                raise
+            text = f"the dry run of {structure.names} failed: {type(error).__name__}: {error}"
+            found.append(InputError(text, key="methods"))
     return found
 
 

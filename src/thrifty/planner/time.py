@@ -23,6 +23,10 @@ MATRIX_SHARE = 0.75
 ATTENTION_SHARE = {"flash": 0.5, "efficient": 0.35}
 BANDWIDTH_SHARE = 0.8
 
+_TRANSFERS = ("to_host", "to_device", "on_host")
+HOST_MEMORY_BANDWIDTH = 40e9
+"""Bytes a second that a host updates an optimizer with: two channels of DDR4, a low figure for a server."""
+
 _HUGE_BLOCK = 32 * 1024**2
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "int8": "int8"}
 
@@ -105,9 +109,15 @@ class TimeModel:
         kernel = each.sum(-1)
         # A fused chain of about four operations is one launch.
         issue = np.full(len(ops), float(np.where(pointwise, 0.25, 1.0) @ counts) * self.overhead)
+        late = np.isin(phases, ("backward", "recompute"))
+        # Copies between host and device run beside the computation of their pass.
+        moving = np.array([short_name(n) in _TRANSFERS for n in names], bool)
+        if moving.any():
+            kernel = sum(
+                np.maximum(each[:, part & ~moving].sum(-1), each[:, part & moving].sum(-1)) for part in (late, ~late)
+            )
         # One thread of a CPU issues and then computes; an accelerator computes while the host issues the next.
         seconds = kernel + issue if self.device.kind == "cpu" else np.maximum(kernel, issue)
-        late = np.isin(phases, ("backward", "recompute"))
         flops = ops["flops"] * counts
         return StepTime(
             seconds, kernel, issue, each[:, late].sum(-1), flops.sum(-1), flops[:, phases == "recompute"].sum(-1)
@@ -130,13 +140,21 @@ class TimeModel:
             groups.setdefault((short_name(name), dtype), []).append(column)
         for (short, dtype), columns in groups.items():
             some, bytes_moved = ops[:, columns], moved[:, columns]
-            if "attention" in short and some["flops"].any():
+            if short in _TRANSFERS:
+                out[:, columns] = self._transfer(short, ops[:, columns])
+            elif "attention" in short and some["flops"].any():
                 out[:, columns] = self._attention(short, dtype, some, bytes_moved)
             elif some["flops"].any():
                 out[:, columns] = self._product(dtype, some, bytes_moved)
             else:
                 out[:, columns] = self._moving(short, dtype, some, bytes_moved)
         return out
+
+    def _transfer(self, short: str, ops: np.ndarray) -> np.ndarray:
+        if short == "on_host":
+            return ops["k"] / HOST_MEMORY_BANDWIDTH
+        link = (self.measured or {}).get("host_bandwidth") or self.device.host_bandwidth
+        return (ops["read"] if short == "to_host" else ops["written"]) / link
 
     def _precision(self, dtype: str) -> str:
         found = _DTYPES.get(dtype, "fp32")

@@ -139,8 +139,8 @@ class MicroBatcher:
         report: Gets one line for each new size.
         advise: Called with the batch and the error's text when a single sample does not fit; returns what would make it
             fit (`thrifty.safety.advice.advisor`, or the planner).
-        cannot_recover: Says after a failure why it cannot be undone here (an optimizer inside backward, an exchange with
-            other processes that had begun); such a failure is raised, with the reason. None where it can.
+        cannot_recover: Says after a failure why it cannot be undone here (an optimizer inside backward, an exchange
+            with other processes that had begun); such a failure is raised, with the reason. None where it can.
         limit: (rows, length) known to fit, from a trial step or a checkpoint.
     """
 

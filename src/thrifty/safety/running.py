@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +52,7 @@ class SafeRunning(SafeCheckpoints):
     _interrupted_at: str | None = None
     _went_back_at: int | None = None
     _forward_done: bool = False
+    _entered: bool = False
     _inputs: Mapping[str, Any] = {}
     _shared_flag: SharedFlag
 
@@ -71,7 +72,7 @@ class SafeRunning(SafeCheckpoints):
         def forward_backward(piece: Mapping[str, Any], share: float) -> torch.Tensor:
             self._loss_share, self._forward_done = share, False
             try:
-                with _processes_in_step(model, batcher) as through:
+                with self._processes_in_step(model, batcher) as through:
                     return parent(through, dict(piece), num_items_in_batch)
             finally:
                 self._loss_share = 1.0
@@ -129,10 +130,33 @@ class SafeRunning(SafeCheckpoints):
             begun = model.require_backward_grad_sync and self._forward_done and batcher.closing
             return "the exchange of gradients with the other processes had begun" if begun else None
 
+        if isinstance(model, DistributedDataParallel):
+            # Runs after DDP has exchanged the buffers, and before the model's own forward.
+            model.module.register_forward_pre_hook(lambda module, inputs: self._note_entered())
         batcher = MicroBatcher(
             model, report=self.say_here, advise=advisor(model, self.args), cannot_recover=cannot_recover
         )
         return batcher
+
+    def _note_entered(self) -> None:
+        self._entered |= self.batcher is not None and self.batcher.closing
+
+    @contextlib.contextmanager
+    def _processes_in_step(self, model: nn.Module, batcher: MicroBatcher) -> Iterator[nn.Module]:
+        """Yields what a piece of a micro-batch runs through, so that other processes see one pass a micro-batch.
+
+        DDP exchanges buffers as a forward pass begins and gradients in a backward pass. The last piece does both; the
+        others run through the bare model, whose gradients DDP takes along. A second attempt must not exchange again.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            yield model
+        elif not batcher.closing:
+            yield model.module
+        else:
+            if batcher.retrying and self._entered:
+                model.require_forward_param_sync = False
+            self._entered = False
+            yield model
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         inputs.pop("sample_id", None)
@@ -356,23 +380,6 @@ class GuardEvents(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.step_boundary()
-
-
-@contextlib.contextmanager
-def _processes_in_step(model: nn.Module, batcher: MicroBatcher) -> Iterator[nn.Module]:
-    """Yields what a piece of a micro-batch runs through, so that the other processes see one pass a micro-batch.
-
-    DDP exchanges buffers as a forward pass begins and gradients in a backward pass. The last piece does both; the
-    others run through the bare model, whose gradients DDP takes along. A second attempt finds the buffers exchanged.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        yield model
-    elif not batcher.closing:
-        yield model.module
-    else:
-        if batcher.retrying:
-            model.require_forward_param_sync = False
-        yield model
 
 
 class _Ids:

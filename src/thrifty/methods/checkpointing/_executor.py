@@ -67,7 +67,8 @@ class _Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         with torch.enable_grad():
-            self._node: Any = _Keep.apply(tensor.detach(), torch.empty((0,), requires_grad=True)).grad_fn
+            bare = tensor.detach().requires_grad_(tensor.requires_grad)  # hooks go by it
+            self._node: Any = _Keep.apply(bare, torch.empty((0,), requires_grad=True)).grad_fn
 
     def get(self) -> Tensor:
         return self._node.saved_tensors[0]

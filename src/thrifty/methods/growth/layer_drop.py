@@ -87,7 +87,7 @@ class LayerDropper:
     exact=False,
     claims=("layer-schedule",),
     preset={"theta": 0.1, "gamma": 10.0},
-    bench_order=None,
+    bench_order=72,
 )
 @dataclass(kw_only=True)
 class LayerDrop(Method):

@@ -69,6 +69,7 @@ def stages(depth: int, start: int, boundaries: Sequence[float], total_steps: int
     preset={"start_layers": 1, "boundaries": [0.2]},
     # It cuts the model down first, and the others work on the blocks that are left.
     runs_before=("layer-drop", "section:initialization", "section:sparsity"),
+    bench_order=70,
 )
 @dataclass(kw_only=True)
 class Stacking(Method):

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from thrifty.architecture import branch_outputs, main_blocks, norm_names
-from thrifty.method import Method, NotApplicable, Paper, register
+from thrifty.method import Method, Paper, register
+from thrifty.methods.initialization._branches import norm_free_settings, remove_norms
 from thrifty.remote_code import check_remote_code, write_remote_code
 
 ALPHA = "rezero_alpha"
@@ -40,9 +40,7 @@ def change(model, settings):
     """Turns a freshly built model into its ReZero form, in place."""
     for block in model.get_submodule(settings["blocks"]):
         device = next(block.parameters()).device
-        for name in settings["norms"]:
-            parent, _, leaf = name.rpartition(".")
-            setattr(block.get_submodule(parent), leaf, nn.Identity())
+        remove_norms(block, settings["norms"])
         block.register_parameter("rezero_alpha", nn.Parameter(torch.zeros(1, device=device)))
         for name in settings["branches"]:
             block.get_submodule(name).register_forward_hook(ScaleBranch(block))
@@ -57,18 +55,7 @@ def rezero(model: nn.Module) -> dict[str, Any]:
     Raises:
         NotApplicable: The blocks are not recognised.
     """
-    blocks = main_blocks(model, "rezero")
-    first = blocks.layers[0]
-    settings = {
-        "blocks": blocks.prefix,
-        "norms": norm_names(first),
-        "branches": branch_outputs(first, "rezero"),
-    }
-    if not settings["norms"] or set(settings["norms"]) & set(settings["branches"]):
-        raise NotApplicable(
-            f"rezero: the norms of {type(first).__name__} are {settings['norms'] or 'not found'}",
-            fix="use a model family with plain pre-norm or post-norm blocks",
-        )
+    settings = norm_free_settings(model, "rezero")
     change(model, settings)
     return settings
 
@@ -114,5 +101,5 @@ class ReZero(Method):
         return adjusted
 
     def save_files(self, model: nn.Module, folder: str, ctx: Any) -> None:
-        body = "\n\n\n".join(inspect.getsource(part) for part in (ScaleBranch, change))
+        body = "\n\n\n".join(inspect.getsource(part) for part in (ScaleBranch, remove_norms, change))
         write_remote_code(folder, model, kind="rezero", body=body, settings=self._settings)

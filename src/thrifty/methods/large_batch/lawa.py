@@ -68,6 +68,7 @@ class LatestWeightAverage:
     claims=("average",),
     # The mean has to be taken before anything folds, merges or masks the weights.
     runs_before=("section:initialization", "section:sparsity", "section:overparameterization", "section:peft"),
+    bench_order=76,
 )
 @dataclass(kw_only=True)
 class Lawa(Method):

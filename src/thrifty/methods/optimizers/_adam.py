@@ -42,6 +42,16 @@ def adamw_step(p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[s
     p.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction.to(p.dtype), alpha=-group["lr"])
 
 
+def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (rising) and eigenvectors of a symmetric matrix, in float64.
+
+    In float32 the decomposition of sums of few gradients, which are all but singular, sometimes does not converge.
+    """
+    scale = matrix.abs().max().double().clamp_min(1e-300)
+    values, vectors = torch.linalg.eigh(matrix.double() / scale)
+    return values * scale, vectors
+
+
 class ByParameter(torch.optim.Optimizer):
     """An optimizer that updates one parameter after another, and whose states keep their types when loaded.
 

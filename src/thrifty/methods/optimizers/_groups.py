@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from thrifty.architecture import block_linears, find_blocks
 from thrifty.errors import NotApplicable
 
 
@@ -34,4 +36,19 @@ def split(groups: list[dict[str, Any]], belongs: Callable[[str, torch.nn.Paramet
                 parts.append(
                     {**group, "names": [n for n, _ in pairs], "params": [p for _, p in pairs], "chosen": wanted}
                 )
+    return parts
+
+
+def hidden_groups(groups: list[dict[str, Any]], model: nn.Module | None, rank: int) -> list[dict[str, Any]]:
+    """Splits the groups and gives each a `rank`: that of the projection for hidden matrices with sides above it, None
+    for the others. Where the model is not known (a dry run of the optimizer alone), all matrices count as hidden.
+    """
+    if model is None:
+        parts = split(groups, lambda name, p: p.ndim == 2 and min(p.shape) > rank)
+    else:
+        hidden = {id(m.weight) for blocks in find_blocks(model) for m in block_linears(blocks).values()}
+        parts = split(groups, lambda name, p: id(p) in hidden and min(p.shape) > rank)
+    for part in parts:
+        part["rank"] = rank if part.pop("chosen") else None
+        del part["names"]
     return parts

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from thrifty.errors import NotApplicable
 from thrifty.methods.optimizers._adam import ByParameter, adam_direction
 from thrifty.methods.optimizers._groups import split
-from thrifty.errors import NotApplicable
 
 Implementation = Literal["auto", "library", "torch"]
 

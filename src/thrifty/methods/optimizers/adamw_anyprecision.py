@@ -11,19 +11,20 @@ Source: torchdistx (Meta, 2022); Kahan, 1965; Zamirai et al., "Revisiting BFloat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from thrifty.method import Method, Paper, register
+from thrifty.methods.optimizers._adam import ByParameter
 from thrifty.methods.optimizers._groups import clean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class AnyPrecisionAdamW(torch.optim.Optimizer):
+class AnyPrecisionAdamW(ByParameter):
     """AdamW with chosen state types and, optionally, compensated weights.
 
     Args:
@@ -52,17 +53,7 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
         self.kahan, self.momentum_dtype, self.variance_dtype = kahan, momentum_dtype, variance_dtype
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
-        return loss
-
-    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+    def update(self, p: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros(())
@@ -72,7 +63,7 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
                 state["compensation"] = torch.zeros_like(p)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        gradient = p.grad.float()  # type: ignore[union-attr]
+        gradient = gradient.float()
         m, v = state["exp_avg"], state["exp_avg_sq"]
         m.copy_(m.float().lerp(gradient, 1 - beta1))
         v.copy_(v.float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2))
@@ -88,17 +79,6 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
         new = p + total
         lost.copy_(total - (new - p) + ((change + lost.float()) - total.float()).to(p.dtype))
         p.copy_(new)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the parent's, but states keep their types: the parent casts them to those of the parameters."""
-        super().load_state_dict(state_dict)
-        wanted = {"exp_avg": self.momentum_dtype, "exp_avg_sq": self.variance_dtype, "step": torch.float32}
-        saved = state_dict["state"]
-        order = [p for group in self.param_groups for p in group["params"]]
-        for index, p in enumerate(order):
-            for key, dtype in wanted.items():
-                if index in saved and key in saved[index]:
-                    self.state[p][key] = saved[index][key].to(p.device, dtype, copy=True)
 
 
 @register(

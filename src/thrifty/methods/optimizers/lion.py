@@ -39,6 +39,7 @@ def lion(
     claims=("optimizer",),
     library="lion-pytorch",
     choices={"allow": [{}]},
+    bench_order=61,
 )
 @dataclass(kw_only=True)
 class Lion(Method):

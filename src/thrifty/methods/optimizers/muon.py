@@ -13,7 +13,7 @@ Source: Jordan et al., "Muon: An optimizer for hidden layers", 2024; Liu et al.,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from thrifty.architecture import block_linears, find_blocks
 from thrifty.method import Method, NotApplicable, Paper, register
+from thrifty.methods.optimizers._adam import ByParameter, adamw_step
 from thrifty.methods.optimizers._groups import refuse_sharding, split
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -50,7 +51,7 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     return (x.T if tall else x).float()
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+class MuonWithAdamW(ByParameter):
     """Muon for the groups with `muon=True`, AdamW for the others.
 
     Args:
@@ -88,23 +89,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            if group["muon"]:
-                for index, p in enumerate(group["params"]):
-                    if p.grad is not None:
-                        self._muon(p, group, index)
-            else:
-                self._adamw(group)
-        return loss
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
+        if group["muon"]:
+            self._muon(p, gradient, group, index)
+        else:
+            adamw_step(p, gradient, self.state[p], group)
 
-    def _muon(self, p: Tensor, group: dict[str, Any], index: int) -> None:
+    def _muon(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
         buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-        buffer.lerp_(p.grad, 1 - group["momentum"])  # type: ignore[arg-type]
-        look_ahead = p.grad.lerp(buffer, group["momentum"])  # type: ignore[union-attr]
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        look_ahead = gradient.lerp(buffer, group["momentum"])
         fused = group["parts"][index] if group["parts"] else None
         stored_as_inputs_first = bool(group["transposed"] and group["transposed"][index])
         pieces = look_ahead.chunk(fused[1], dim=fused[0]) if fused else (look_ahead,)
@@ -117,23 +111,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if self.scale == "original":
             return update * max(1.0, outputs / inputs) ** 0.5
         return update * 0.2 * max(outputs, inputs) ** 0.5
-
-    def _adamw(self, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            state = self.state[p]
-            if not state:
-                state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-            state["step"] += 1
-            count = float(state["step"])
-            state["exp_avg"].lerp_(p.grad, 1 - beta1)
-            state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-            root = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.addcdiv_(state["exp_avg"], root, value=-group["lr"] / (1 - beta1**count))
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, tuple[tuple[int, int] | None, bool]]:
@@ -154,7 +131,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[tuple[int, int] | None,
 def muon_groups(
     groups: list[dict[str, Any]], model: nn.Module, lr: float, adamw_lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Splits the trainer's groups into Muon's and AdamW's. A group with a rate of its own is that share of `adamw_lr`."""
+    """Splits the trainer's groups into Muon's and AdamW's. A group's own rate counts as a share of `adamw_lr`."""
     hidden = hidden_matrices(model)
     parts = split(groups, lambda name, p: p.ndim == 2 and name.removeprefix("module.") in hidden)
     for part in parts:
@@ -178,6 +155,7 @@ def muon_groups(
     exact=False,
     claims=("optimizer",),
     conflicts_with={"lora": "adapters are thin factors, whose orthogonalised update is not that of the weight"},
+    bench_order=62,
 )
 @dataclass(kw_only=True)
 class Muon(Method):

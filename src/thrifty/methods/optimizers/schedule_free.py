@@ -54,6 +54,7 @@ def averaged(optimizer: Any) -> Iterator[None]:
     library="schedulefree",
     # The average has to be taken before anything folds, merges or masks the weights.
     runs_before=("section:initialization", "section:sparsity", "section:overparameterization", "section:peft"),
+    bench_order=64,
 )
 @dataclass(kw_only=True)
 class ScheduleFree(Method):

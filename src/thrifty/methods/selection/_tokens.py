@@ -15,6 +15,18 @@ from thrifty.architecture import main_blocks
 from thrifty.method import NotApplicable
 
 
+def require_task(model: nn.Module, ctx: Any, who: str, *allowed: str) -> None:
+    """Raises `NotApplicable` (for the method `who`) where the model is not of one of the allowed tasks."""
+    from thrifty import tasks
+
+    task = ctx.task if ctx.task is not None else tasks.infer(model)
+    if task.name not in allowed:
+        raise NotApplicable(
+            f"{who} works on {' and '.join(allowed)}, and {type(model).__name__} does {task.name}",
+            fix=f"remove {who}, or train a model of that task",
+        )
+
+
 def gather_rows(hidden: Tensor, index: Tensor) -> Tensor:
     """Takes tokens out of (batch, length, width) by `index` (batch, kept)."""
     return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[2]))

@@ -1,8 +1,8 @@
 """Masked span pre-training that leaves the masked tokens out.
 
-What it does: masks one contiguous span of each text (half of it). In an encoder-decoder the decoder gets the span alone,
-at its own positions, and predicts it. In an encoder the masked tokens are left out of the early blocks, which run on
-the rest, and come in again for the late ones.
+What it does: masks one contiguous span of each text (half of it). In an encoder-decoder the decoder gets the span
+alone, at its own positions, and predicts it. In an encoder the masked tokens are left out of the early blocks, which
+run on the rest, and come in again for the late ones.
 
 Helps: pre-training on plain text: the decoder, or the early blocks, run on half of the sequence.
 Does not help: fine-tuning; texts of a few tokens.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from thrifty.data.collate import attention_mask, pad, with_sample_ids
 from thrifty.method import Method, NotApplicable, Paper, TrainingData, register
-from thrifty.methods.selection._tokens import ShortBlocks, keep_best
+from thrifty.methods.selection._tokens import ShortBlocks, keep_best, require_task
 
 IGNORED = -100
 _POSITIONS = "decoder_positions"
@@ -38,8 +38,8 @@ class SpanCollator:
     """Masks one span in each sample of a batch, as a function of seed, epoch and text only.
 
     Samples have `input_ids`; other columns but `sample_id` are not used. Returns `input_ids` (B, S), `attention_mask`
-    where something is padded, and `labels`: (B, S) with -100 outside the span, or with `decoder` (B, T) the span itself,
-    with `decoder_input_ids`, the tokens one place before, and `decoder_positions`.
+    where something is padded, and `labels`: (B, S) with -100 outside the span; for an encoder-decoder (B, T), the span
+    itself, with `decoder_input_ids`, the tokens one place before, and `decoder_positions`.
     """
 
     pad_token_id: int
@@ -120,9 +120,14 @@ def place_positions(model: nn.Module) -> Any:
         positions = current["positions"]
         return None if positions is None else (args, {**kwargs, "position_ids": positions})
 
+    def flatten(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        # BART puts a dimension before the positions that it is told, which it takes for those of all samples.
+        return output[0] if current["positions"] is not None and output.dim() == 4 else None
+
     handles = [model.register_forward_pre_hook(take, with_kwargs=True)]
     if table is not None:
         handles.append(table.register_forward_pre_hook(give, with_kwargs=True))
+        handles.append(table.register_forward_hook(flatten))
     return handles
 
 
@@ -185,19 +190,12 @@ class Mass(Method):
             decoder_start=(padding if start is None else int(start)) if config.is_encoder_decoder else None,
             seed=ctx.args.seed,
         )
-        return TrainingData(
-            train_dataset=data.train_dataset, eval_dataset=data.eval_dataset, data_collator=collator
-        )
+        return TrainingData(train_dataset=data.train_dataset, eval_dataset=data.eval_dataset, data_collator=collator)
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
-        config: Any = model.config
-        if config.is_encoder_decoder:
+        require_task(model, ctx, self.name, "masked-lm", "seq2seq-lm")
+        if getattr(model.config, "is_encoder_decoder", False):
             self.handles += place_positions(model)
-        elif getattr(config, "is_decoder", False) or ctx.task is not None and ctx.task.name == "causal-lm":
-            raise NotApplicable(
-                f"mass trains encoders and encoder-decoders, not {type(model).__name__}",
-                fix="task: masked-lm or seq2seq-lm",
-            )
         elif self.blocks is None:
             self.blocks = ShortBlocks(model, self._stretch, self.name)
         else:

@@ -61,6 +61,7 @@ class LossSelector:
     # Each process ranks the losses of its own share of the data.
     processes=False,
     preset={"beta": 2.0, "history": 16},
+    bench_order=74,
 )
 @dataclass(kw_only=True)
 class SelectiveBackprop(Method):

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thrifty.method import Method, NotApplicable, Paper, register
-from thrifty.methods.selection._tokens import ShortBlocks, keep_best
+from thrifty.method import Method, Paper, register
+from thrifty.methods.selection._tokens import ShortBlocks, keep_best, require_task
 
 IGNORED = -100
 
@@ -120,12 +120,8 @@ class TokenDropping(Method):
             raise ValueError(f"beta must be at least 0 and below 1, got {self.beta}")
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
+        require_task(model, ctx, self.name, "masked-lm")
         config: Any = model.config
-        if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
-            raise NotApplicable(
-                f"token-dropping works on encoders with a masked-LM head, not on {type(model).__name__}",
-                fix="task: masked-lm with BERT, RoBERTa, ModernBERT, ...",
-            )
         if self.blocks is None:
             self.blocks = ShortBlocks(model, short_stretch, self.name)
         else:

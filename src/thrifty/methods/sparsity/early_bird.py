@@ -265,18 +265,15 @@ class EarlyBird(Method):
         return max(1, round(self.latest * total_steps))
 
     def phases(self, model_config: Any, total_steps: int) -> list[Phase]:
-        def cut_down(model: nn.Module) -> nn.Module:
-            parts = find_parts(model, "early-bird")
-            heads = range(max(1, parts["heads"] - round(self.head_fraction * parts["heads"])))
-            units = range(max(1, parts["units"] - round(self.unit_fraction * parts["units"])))
-            for block in main_blocks(model, "early-bird"):
-                cut(block, parts, heads, units)
-            return model
-
+        # The share of a block's multiplications that are left in the ticket.
+        hidden = model_config.hidden_size
+        inner = getattr(model_config, "intermediate_size", None) or 4 * hidden
+        attention, ffn = 4 * hidden, 2 * inner
+        left = ((1 - self.head_fraction) * attention + (1 - self.unit_fraction) * ffn) / (attention + ffn)
         search = self._last_look(total_steps)
         return [
             Phase(steps=search, description="search, all heads and units"),
-            Phase(steps=total_steps - search, description="the ticket", transform=cut_down),
+            Phase(steps=total_steps - search, description="the ticket", depth=left),
         ]
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:

@@ -101,6 +101,7 @@ class SparseWeights(MaskedWeights):
     exact=False,
     claims=("mask",),
     preset={"sparsity": 0.5, "every": 1, "end": 0.9},
+    bench_order=78,
 )
 @dataclass(kw_only=True)
 class RigL(MaskedMethod):

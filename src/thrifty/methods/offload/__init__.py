@@ -1,0 +1,1 @@
+"""Activations and optimizer states on the host or on disk."""

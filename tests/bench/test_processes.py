@@ -1,0 +1,75 @@
+"""Fresh processes: what they return, and what becomes of one that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from thrifty.bench.measure import Job, Outcome
+from thrifty.bench.processes import FreshProcesses
+from thrifty.errors import InputError
+
+
+def job(arm: str) -> Job:
+    return Job(kind="speed", arm=arm, run={})
+
+
+def pretend(job: Job) -> Outcome:
+    if job.arm == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job.arm == "exit":
+        print("the last line", flush=True)
+        os._exit(7)
+    if job.arm == "error":
+        raise ZeroDivisionError("by nothing")
+    if job.arm == "memory":
+        raise MemoryError("no more")
+    return Outcome(steps=os.getpid(), curve=[(1, 2, 3.0, 4.0)])
+
+
+def test_every_job_has_a_process_of_its_own() -> None:
+    processes = FreshProcesses("fork", run=pretend)
+    found = [processes.run(job("fine")) for _ in range(2)]
+    assert found[0].curve == [(1, 2, 3.0, 4.0)]
+    assert len({os.getpid(), *(one.steps for one in found)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arm", "parts", "crashed"),
+    [
+        ("killed", ["SIGKILL", "ran out of memory"], True),
+        ("exit", ["exit code 7", "the last line"], True),
+        ("error", ["ZeroDivisionError: by nothing"], True),
+        ("memory", ["MemoryError"], False),
+    ],
+)
+def test_a_process_that_fails_gives_a_reason(arm: str, parts: list[str], crashed: bool) -> None:
+    found = FreshProcesses("fork", run=pretend).run(job(arm))
+    assert found.crashed is crashed
+    for part in parts:
+        assert part in str(found.reason)
+
+
+def test_state_survives_a_cut_off_line_and_refuses_another_bench(tmp_path: Any) -> None:
+    from thrifty.bench.state import State
+
+    state = State(tmp_path, {"a": 1})
+    state.add("speed/x/0", Outcome(step_seconds=0.5))
+    state.note("plan", {"rounds": 3})
+    with open(state.path, "ab") as file:
+        file.write(b'{"job": "speed/x/1", "outco')
+    again = State(tmp_path, {"a": 1})
+    assert again.outcomes["speed/x/0"].step_seconds == 0.5
+    assert list(again.outcomes) == ["speed/x/0"]
+    assert again.notes == {"plan": {"rounds": 3}}
+    again.add("speed/x/1", Outcome())
+    assert len(State(tmp_path, {"a": 1}).outcomes) == 2
+    with pytest.raises(InputError, match="another bench"):
+        State(tmp_path, {"a": 2})
+    assert not State(tmp_path, {"a": 2}, fresh=True).resumed
+    state.path.write_text("nonsense\n")
+    with pytest.raises(InputError, match="damaged"):
+        State(tmp_path, {"a": 2})
