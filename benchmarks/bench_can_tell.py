@@ -55,7 +55,7 @@ class PlantedSlowDown(Method):
 
 
 def repeat(
-    number: int, *, by: float, rounds: int, threads: int | None, overrides: tuple[str, ...], method: Any
+    number: int, *, by: float, rounds: int, threads: int | None, overrides: tuple[str, ...], runner: Any
 ) -> dict[str, Any]:
     """One bench: what it says of the pair and of the planted row."""
     from thrifty.bench.options import Options, read_run
@@ -68,7 +68,7 @@ def repeat(
     options = Options(run=run, name=name, minutes=None, rounds=rounds, quality=False, threads=threads)
     arms = [Arm(BASELINE), Arm("same again"), Arm("planted", ({"planted-slow-down": {"by": by}},))]
     with tempfile.TemporaryDirectory(prefix="thrifty-can-tell-") as folder:
-        session = Session(options, Path(folder), method=method, arms=arms, memory=False)
+        session = Session(options, Path(folder), runner=runner, arms=arms, memory=False)
         session.run()
         if session.interrupted:
             raise KeyboardInterrupt
@@ -77,7 +77,7 @@ def repeat(
     return {name: {"verdict": found[name]["verdict"], "speed": found[name]["speed"]} for name in shown}
 
 
-def main(arguments: list[str] | None = None, *, method: Any = None) -> int:
+def main(arguments: list[str] | None = None, *, runner: Any = None) -> int:
     """Repeats, writes the result file, and returns 0 where the bench can tell."""
     from thrifty.bench.result import circumstances
     from thrifty.report.files import to_json, write_atomic
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None, *, method: Any = None) -> int:
     for number in range(given.repeats):
         found = repeat(
             number, by=given.planted, rounds=given.rounds, threads=given.threads,
-            overrides=tuple(f"{key}={value}" for key, value in keys.items()), method=method,
+            overrides=tuple(f"{key}={value}" for key, value in keys.items()), runner=runner,
         )  # fmt: skip
         rows.append(found)
         said = ", ".join(f"{name}: {row['verdict']} (x{row['speed']['median']:.3f})" for name, row in found.items())

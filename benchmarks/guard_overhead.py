@@ -25,26 +25,27 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 
 from thrifty.config import load_config
-from thrifty.safety import checkpointing, oom, running, store, update
+from thrifty.safety import checkpointing, memory, oom, running, store, update
 
 LIMIT = 0.01
+HANDED_ON = (
+    "training_step",
+    "get_batch_samples",
+    "compute_loss",
+    "_prepare_inputs",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_maybe_log_save_evaluate",
+)
+"""Methods of transformers' Trainer that guards enter by, and where they hand over."""
 ENTRIES: dict[type, tuple[str, ...]] = {
-    running.SafeRunning: (
-        "training_step",
-        "get_batch_samples",
-        "compute_loss",
-        "_prepare_inputs",
-        "_clip_grad_norm",
-        "_get_grad_norm",
-        "_maybe_log_save_evaluate",
-    ),
+    checkpointing.SafeCheckpoints: HANDED_ON,
+    memory.SafeMemory: HANDED_ON,
+    running.SafeRunning: HANDED_ON,
     running.GuardEvents: ("on_pre_optimizer_step", "on_step_end"),
     oom.MicroBatcher: ("run", "begin_step"),
     update.UpdateGuard: ("run",),
-    checkpointing.SafeCheckpoints: ("get_batch_samples",),
 }
-EXITS = ENTRIES[running.SafeRunning]
-"""The same names in transformers' Trainer: there a guard hands over."""
 OUTSIDE_THE_LOOP: dict[type, tuple[str, ...]] = {
     running.SafeRunning: ("ready",),
     store.CheckpointStore: ("_commit", "rotate"),
@@ -90,7 +91,7 @@ def install(watch: Stopwatch) -> None:
         for name in names:
             if name in vars(cls):
                 setattr(cls, name, watch.around(vars(cls)[name], f"{cls.__name__}.{name}"))
-    for name in EXITS:
+    for name in HANDED_ON:
         setattr(transformers.Trainer, name, watch.around(vars(transformers.Trainer)[name], None))
     for cls, place in ((oom.MicroBatcher, 2), (update.UpdateGuard, 1)):
         # Both are handed the function that does the work.

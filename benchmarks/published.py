@@ -4,10 +4,11 @@ Every row of `published.csv` that the planner can express is predicted from devi
 fitted to these rows. Rows that need a method which does not exist yet are listed as such. Two sources used software
 that differs from today's in ways that are known and are modelled, each applied to all rows of its source:
 
-- The single-GPU guide (2022) ran torch 1.x: `zero_grad` filled gradients with zeros and kept them,
-so that they exist from
-  the start of each step as under accumulation; and AdamW updated one parameter at a time.
-- LitGPT computes phi's activation in one kernel (`gelu` with its tanh approximation) where transformers takes several.
+- The single-GPU guide (2022) ran torch 1.x: `zero_grad` filled gradients with zeros and kept them, so that they exist
+  from the start of each step as under accumulation (the default changed with torch 2.0: pytorch/pytorch#92731); and
+  AdamW updated one parameter at a time.
+- LitGPT computes phi's activation in one kernel (`torch.nn.functional.gelu`, litgpt 0.5.0, model.py) where transformers
+  takes several.
 
 These adjustments were found by asking why the first predictions were off, so each adjusted row also carries
 `unadjusted_error`: the error of today's software as it is, and the summary gives both.
@@ -42,10 +43,13 @@ HERE = Path(__file__).parent
 # What the rows call things, in the planner's words.
 MODELS = {"phi-1.5 (1.3B)": "phi-1.5"}
 OPTIMS = {"adamw": "adamw_torch", "adafactor": "adafactor", "adam8bit": "adamw_bnb_8bit", "adamw8bit": "adamw_bnb_8bit"}
-# Parts of the column `other` that need a method of their own.
-NEEDED = {"compile": "torch.compile", "chunked cross-entropy": "a chunked loss",
-"optimizer in backward": "the optimizer in the backward pass",
-          "activation offload": "activation offload"}  # fmt: skip
+# Parts of the column `other`, as methods. The activations that torch.compile no longer keeps cannot be traced.
+METHODS = {
+    "compile": "compile",
+    "chunked cross-entropy": "chunked-cross-entropy",
+    "optimizer in backward": "optimizer-in-backward",
+    "activation offload": "activation-offload",
+}
 GB, GIB = 1e9, 2**30
 
 
@@ -89,12 +93,10 @@ def predict(row: dict[str, str]) -> dict[str, Any]:
         return {**base, "kind": "states", "predicted": predicted, "memory_error": predicted / base["published"] - 1}
     if row["id"].startswith("state-"):
         return {**base, "kind": "states", **optimizer_state(row)}
-    missing = [why for word, why in NEEDED.items() if word in row["other"]]
-    if row["peft"].startswith("qlora"):
-        missing.append("4-bit quantised weights")
-    if missing:
-        return {**base, "kind": "run", "skipped": "needs " + ", ".join(missing)}
-    found = estimated(row)
+    try:
+        found = estimated(row)
+    except InputError as refusal:
+        return {**base, "kind": "run", "skipped": str(refusal)}
     predicted = measure_of(row["peak_kind"], found)
     out = {**base, "kind": "run", "predicted": predicted, "memory_error": predicted / base["published"] - 1}
     micro, accumulation = int(row["micro_batch"]), int(row["accumulation"])
@@ -149,8 +151,10 @@ def workload_of(row: dict[str, str], *, adjusted: bool = True) -> Workload:
         methods.append("fp16")
     if row["checkpointing"] == "full":
         methods.append("gradient-checkpointing")
-    if row["peft"].startswith("lora"):
-        methods.append({"lora": {"r": 8, "target_modules": targets(row["model"])}})
+    if row["peft"].startswith(("lora", "qlora")):
+        name = row["peft"].split()[0]
+        methods.append({name: {"r": 8, "target_modules": targets(row["model"])}})
+    methods += [method for word, method in METHODS.items() if word in row["other"]]
     config = resolve(MODELS.get(row["model"], row["model"]))
     if adjusted and row["source"].startswith("LitGPT") and config.hidden_act == "gelu_new":
         config.hidden_act = "gelu_pytorch_tanh"

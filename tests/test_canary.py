@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 import transformers
+from accelerate import data_loader
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 
@@ -46,3 +48,20 @@ def test_checkpointing_argument_has_a_known_name():
     fields = _hf.checkpointing_arguments(True, {"use_reentrant": False})
     args = transformers.TrainingArguments("unused", report_to=[], **fields)
     assert getattr(args, next(iter(fields))) is True
+
+
+def test_parts_of_ddp_that_a_second_attempt_needs():
+    source = inspect.getsource(torch.nn.parallel.DistributedDataParallel)
+    for part in ("self.require_forward_param_sync", "self.require_backward_grad_sync", "_check_sync_bufs_pre_fwd"):
+        assert part in source, f"{_hf.release()}: DistributedDataParallel has no {part}"
+
+
+def test_parts_of_the_loaders_that_iterable_data_needs():
+    source = inspect.getsource(data_loader)
+    for part in (
+        "self.base_dataloader",
+        "self.end_of_dataloader = True",
+        "self.split_batches",
+        "IterableDatasetShard(",
+    ):
+        assert part in source, f"{_hf.release()}: accelerate's loaders have no `{part}`"

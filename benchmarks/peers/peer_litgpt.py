@@ -110,7 +110,7 @@ def main() -> None:
             initial_checkpoint_dir=start,
             data=Data(train, validation, spec["micro_batch"]),
             train=TrainArgs(
-                save_interval=None, log_interval=10**6, global_batch_size=batch,
+                save_interval=None, log_interval=1, global_batch_size=batch,
                 micro_batch_size=spec["micro_batch"], lr_warmup_steps=0, max_norm=1.0, min_lr=0.0,
                 max_tokens=spec["steps"] * batch * (spec["seq_len"] - 1), tie_embeddings=False,
             ),

@@ -57,6 +57,9 @@ class Beacon(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.path.touch()
+        if state.global_step == STEPS:
+            # A child killed after the last checkpoint would find nothing left to run, and say so.
+            control.should_save = False
         time.sleep(0.02)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import table  # sets the environment
 
-ROOM = (96, 64, 48, 32)
+ROOM = (64, 48, 32, 24)
 """MiB above what the process holds when training begins."""
 
 CHILD = """
@@ -83,11 +83,11 @@ def soak(folder: Path, rooms: tuple[int, ...] = ROOM) -> list[dict[str, Any]]:
     """Runs the reference and every limit."""
     import torch
 
-    reference = train(folder / "reference.pt", 0, 2, 8)
+    reference = train(folder / "reference.pt", 0, 2, 16)
     expected = torch.load(folder / "reference.pt", weights_only=True)
     rows = []
     for room in rooms:
-        answer = train(folder / "struck.pt", room, 16, 1)
+        answer = train(folder / "struck.pt", room, 32, 1)
         worst = losses = float("inf")
         if not answer["error"]:
             got = torch.load(folder / "struck.pt", weights_only=True)

@@ -174,6 +174,11 @@ class Method:
         """
         return None
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether the first micro-batch differs from all later ones (it is measured): a dry run leaves it out."""
+        return False
+
     def held_bytes(self, trainable: int, itemsize: float, device: str) -> int:
         """Bytes that the method itself keeps on the device during training, which a dry run of a step does not show.
 

@@ -346,24 +346,30 @@ class Trainer(ReplaceModel, SafeTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_extra_state(resume_from_checkpoint)
-        self._restore_structure()
+        self._restore_structure(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         # The best weights belong with the methods' state of that time: its average, its masks, its number of layers.
         if self.recipe and self.state.best_model_checkpoint is not None:
             self._load_extra_state(self.state.best_model_checkpoint)
-            self._restore_structure()
+            self._restore_structure(self.state.best_model_checkpoint)
         super()._load_best_model()
 
-    def _restore_structure(self) -> None:
+    def _restore_structure(self, folder: str) -> None:
         restorers = self.recipe.using("restore_model")
         if not restorers:
             return
-        restored = _hf.unwrap_container(self.model)
+        present = restored = _hf.unwrap_container(self.model)
         for method in restorers:
             restored = method.restore_model(restored, self.ctx)
         self.model = self.model_wrapped = restored.to(self.args.device)
+        if restored is not present:
+            # Another object: the others attach themselves anew, and what they reset comes from the checkpoint again.
+            for method in self.recipe.using("on_replace"):
+                if all(method is not other for other in restorers):
+                    method.on_replace(restored, {}, self.ctx)
+            self._load_extra_state(folder)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

@@ -79,7 +79,7 @@ def test_a_real_one(run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureF
     from thrifty.bench import evidence
 
     path = write(tmp_path, run=run, seconds=0.5, rounds=1, seeds=1, evaluations=2, eval_samples=4)
-    code = evidence.run(str(path), threads=1, output=str(tmp_path / "out"), publish_to=str(tmp_path), method="fork")
+    code = evidence.run(str(path), threads=1, output=str(tmp_path / "out"), publish_to=str(tmp_path))
     assert code == 0
     found = read_result(tmp_path / "evidence-lion.json")
     assert len(found["arm"]["losses"]) == len(found["baseline"]["losses"]) == 1

@@ -22,7 +22,7 @@ def test_a_real_bench(run: dict[str, Any], tmp_path: Path, capsys: pytest.Captur
     file.write_text(yaml.safe_dump({**run, "methods": ["gradient-checkpointing"]}))
     given: dict[str, Any] = {
         "chosen": ["gradient-checkpointing", "tf32"], "only": "ablation", "steps": 10, "seeds": 1, "rounds": 1,
-        "threads": 1, "method": "fork",
+        "threads": 1,
         "output": str(tmp_path / "out"),
     }  # fmt: skip
     page = str(tmp_path / "p/page.html")
@@ -74,7 +74,7 @@ def test_an_output_that_is_a_file_is_refused(run: dict[str, Any], tmp_path: Path
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(run))
     with pytest.raises(InputError, match="not a folder"):
-        verbs.bench(str(file), chosen=[], output=str(file), method="fork")
+        verbs.bench(str(file), chosen=[], output=str(file))
 
 
 @pytest.fixture

@@ -71,9 +71,12 @@ def test_round_trips_through_yaml(name):
 
 # Methods whose effect on the numbers is none by design; what they do is asserted in their own way.
 SILENT = {
+    "data-loading": lambda run: run.args.dataloader_num_workers == 1 and run.recipe["data-loading"].clock.waited > 0,
+    "adamw-fused": lambda run: run.ctx.optimizer.defaults["foreach"] is True,
     "attention": lambda run: run.recipe["attention"].facts()["kernel"] == "matrix products and softmax",
     "gradient-checkpointing": lambda run: run.recipe["gradient-checkpointing"].checkpointed == 2,
     "activation-offload": lambda run: run.recipe["activation-offload"].host.moved_bytes > 0,
+    "offload-and-recompute": lambda run: run.recipe["offload-and-recompute"].running.plan is not None,
     "optimizer-offload": lambda run: type(run.ctx.optimizer).__name__ == "HostAdamW",
     "nvme-offload": lambda run: type(run.ctx.optimizer).__name__ == "DiskAdamW",
     "gradient-accumulation": lambda run: run.args.gradient_accumulation_steps == 2,

@@ -160,8 +160,9 @@ def test_one_storage_is_packed_once():
     compressed = CompressedActivations(4, least=1)
     compressed.begin(0)
     x = torch.randn(4, 64, 16, requires_grad=True)
-    weight = torch.ones(16, requires_grad=True)
-    with compressed.around(nn.Linear(1, 1)):
+    net = nn.Module()
+    net.weight = weight = nn.Parameter(torch.ones(16))
+    with compressed.around(net):
         first, second = x * weight, x.view(-1, 16) * weight
         q, k, v = (x.view(4, 64, 16) * 1).chunk(3, dim=1)[:3]
         third = [part * weight for part in (q, k, v)]

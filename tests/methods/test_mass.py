@@ -115,7 +115,7 @@ def test_positions_reach_the_decoders_table():
     assert not torch.allclose(from_zero, span)
     for handle in handles:
         handle.remove()
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not model._forward_pre_hooks
 
 
 def test_the_early_blocks_of_an_encoder_see_no_masked_token(tmp_path):

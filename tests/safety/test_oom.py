@@ -235,6 +235,24 @@ def test_only_the_failing_micro_batch_is_split_and_shorter_ones_are_not(llama) -
     assert seen == [(4, 8), (4, 16), (4, 8), (2, 16), (2, 16), (4, 6), (2, 16), (2, 16)]
 
 
+def test_pieces_that_an_earlier_one_has_shown_to_be_too_large_are_not_tried(llama) -> None:
+    """Eight rows, two fit: 8 fails, 4 fails, and the other half of 4 is split without a failure of its own."""
+    seen: list[int] = []
+    lines: list[str] = []
+
+    def forward_backward(part: Any, share: float) -> torch.Tensor:
+        seen.append(part["input_ids"].shape[0])
+        if seen[-1] > 2:
+            raise torch.OutOfMemoryError("injected")
+        return torch.tensor(share)
+
+    batcher = MicroBatcher(llama, report=lines.append)
+    batcher.begin_step()
+    assert float(batcher.run(batches(1, rows=8)[0], forward_backward)) == 1.0
+    assert seen == [8, 4, 2, 2, 2, 2]
+    assert len(lines) == 2
+
+
 def test_batch_norm_statistics_do_not_count_the_failed_attempt(inject_oom) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))

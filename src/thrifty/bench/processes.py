@@ -39,7 +39,8 @@ class FreshProcesses:
     """Runs jobs one after the other, each in a process of its own.
 
     Args:
-        method: How a process begins; None chooses for this machine. `fork` copies this process as it is.
+        method: How a process begins; None chooses for this machine. `fork` copies this process as it is, which must
+            not have trained anything: the threads of autograd do not come along.
         run: What a process does with its job.
     """
 

@@ -10,11 +10,11 @@ import numpy as np
 from thrifty.errors import InputError
 from thrifty.planner.compiled import Compiled
 from thrifty.planner.search import SHARDINGS, Evaluator, single_additions, structures_for
-from thrifty.planner.structure import compile_all
 
 if TYPE_CHECKING:
     from thrifty.planner.plan import Estimate, Search
 
+_LEAST_WEIGHTS = 8
 _CATEGORY_WORDS = {
     "parameters": "the weights", "gradients": "the gradients", "optimizer": "the optimizer's state",
     "activations": "activations kept for the backward pass", "temporaries": "temporaries",
@@ -70,19 +70,23 @@ def _remedies(search: Search, least: int, allow: Sequence[str]) -> list[str]:
     lines, found = [], []
     tried = {repr(s.recipe.to_config()) for s in search.structures}
     names = {method.name for method in base}
-    recipes = [
-        r for r in single_additions(workload.with_methods(list(base)), device.kind) if repr(r.to_config()) not in tried
-    ]
-    for recipe, compiled in zip(recipes, compile_all(structures_for(workload, recipes, device)), strict=True):
-        if isinstance(compiled, InputError):
-            continue  # It cannot be used here, so it is no remedy.
+    one = search.compiled[int(search.table["structure"][least])]
+    assert isinstance(one, Compiled)
+    # Below an eighth of the weights not even four bits for each would fit: no choice is worth a dry run.
+    hopeless = search.limit() < one.bytes["parameters"] / _LEAST_WEIGHTS
+    recipes = [] if hopeless else single_additions(workload.with_methods(list(base)), device.kind)
+    for recipe in sorted(recipes, key=lambda r: not all(method.spec.exact for method in r)):
+        if repr(recipe.to_config()) in tried:
+            continue
         added = next(method for method in recipe if method.name not in names)
         try:
-            table = evaluator.table([compiled], division)
+            table = evaluator.table([structures_for(workload, [recipe], device)[0].compile()], division)
         except InputError:
-            continue  # It asks for another division.
+            continue  # It cannot be used here, so it is no remedy.
         needed = float(table["allocated"].min()) + device.context_bytes
         found.append((needed, added.name, added.settings()))
+        if needed <= search.limit():
+            break
     found.sort(key=lambda item: item[0])
     for needed, name, settings in found:
         if needed <= search.limit():

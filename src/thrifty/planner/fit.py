@@ -38,6 +38,8 @@ class Tracers:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.base = step.base_counts()
+        # A count whose period is all its blocks is traced in full, and nothing is extrapolated in it.
+        self.growing = [name for name in self.base if step.units.get(name, 1) < step.layers[name]]
         self._built: dict[tuple[str, bool], StepTracer] = {}
 
     def get(self, dim: str = "", *, meta: bool = False) -> StepTracer:
@@ -78,14 +80,14 @@ def compile_step(
             meta, first = quick is not None, quick or first
         small = tracers.get(meta=meta)
         traces = [first, *(small.forward_backward(*point) for point in begin[1:])]
-        larger = {dim: tracers.get(dim, meta=meta).forward_backward(*begin[0]) for dim in tracers.base}
+        larger = {dim: tracers.get(dim, meta=meta).forward_backward(*begin[0]) for dim in tracers.growing}
         programs[name] = build_program(
             step, tracers.base, begin, traces, larger, more=small.forward_backward, spare=_spare_points(points)
         )
         # Found here, so that processes working in parallel share this work too.
         _ = programs[name].rows, programs[name].accumulating_rows
     groups = parameter_groups(
-        tracers.get(meta=bool(meta)), {dim: tracers.get(dim, meta=bool(meta)) for dim in tracers.base}
+        tracers.get(meta=bool(meta)), {dim: tracers.get(dim, meta=bool(meta)) for dim in tracers.growing}
     )
     return StepModel(programs, dict(step.layers), groups, seq_range=(low, high), fixed_seq=step.fixed_seq)
 
@@ -99,7 +101,7 @@ def compile_optimizer(step: Step, *, tracers: Tracers | None = None) -> Optimize
     """
     tracers = tracers or Tracers(step)
     trace = tracers.get().optimizer_step(step)
-    larger = {dim: tracers.get(dim).optimizer_step(step) for dim in tracers.base}
+    larger = {dim: tracers.get(dim).optimizer_step(step) for dim in tracers.growing}
     return OptimizerModel(build_program(step, tracers.base, [(1, 1)], [trace], larger), dict(step.layers))
 
 
@@ -197,7 +199,7 @@ def build_program(
             break
         points.append(spare.pop(0))
         traces.append(more(*points[-1]))
-    growths = {dim: growth(first, trace, dim) for dim, trace in larger.items()}
+    growths = {dim: growth(first, larger[dim], dim) if dim in larger else Growth() for dim in base}
     dims = list(base)
     grown = _grown(len(first.nbytes), dims, growths)
     keys = np.concatenate([sizes.coefficients, grown, first.category[:, None]], axis=1)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MARGIN = 0.03
 """Share of the memory limit that is left free: for what the dry run does not see, and for fragmentation."""
-_MOST_CHECKED = 12
+_MOST_CHECKED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +128,8 @@ class Plan:
     compiled: Compiled | None = field(default=None, repr=False)
     verified: list[dict[str, Any]] = field(default_factory=list)
     """What real steps of the choices took (`--verify`)."""
+    search: Search | None = field(default=None, repr=False)
+    """Everything that was evaluated."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`."""
@@ -342,6 +344,7 @@ def plan(
         one = compiled[int(table["structure"][chosen_row])]
         assert isinstance(one, Compiled)
         result.compiled = one
+    result.search = search
     result.explanation = explain(search, chosen_row, chosen, allow)
     if len(recipes) == MOST_CLASSES:
         result.explanation.append(
@@ -377,12 +380,22 @@ class Search:
     def choose(self) -> tuple[int | None, Estimate | None]:
         """The fastest row that fits, with its fragmentation simulated."""
         fitting = [row for row in self.order().tolist() if self.total()[row] <= self.limit()]
-        for row in fitting[:_MOST_CHECKED]:
+        failed: dict[tuple[int, int], int] = {}
+        checked = 0
+        for row in fitting:
+            values = self.table[row]
+            kind, micro = (int(values["structure"]), int(values["sharding"])), int(values["micro_batch"])
+            if micro >= failed.get(kind, micro + 1):
+                continue  # A smaller micro-batch of the same class was ruled out by fragmentation.
             found = self.estimate(row)
             if found.fits:
                 return row, found
+            failed[kind] = micro
+            checked += 1
+            if checked == _MOST_CHECKED:
+                break
         # Fragmentation ruled the fastest out: the smallest is the last resort.
-        for row in sorted(fitting[_MOST_CHECKED:], key=lambda r: self.table["allocated"][r])[:1]:
+        for row in sorted(fitting, key=lambda r: self.table["allocated"][r])[:1]:
             found = self.estimate(row)
             if found.fits:
                 return row, found

@@ -254,7 +254,7 @@ class Structure:
             build_optimizer=self.build_optimizer, autocast=autocast, fp32_outputs=autocast is not None,
             dialect=self._dialect, attention=self._attention, clip_grad_norm=clip if clip and clip > 0 else None,
         )  # fmt: skip
-        return dataclasses.replace(step, units=self._units(step))
+        return dataclasses.replace(step, units=self._units(step), warm_up=any(m.warms_up for m in self.recipe))
 
     def _transform(self, model: nn.Module) -> nn.Module:
         """What training does to the model before the optimizer exists."""
@@ -347,6 +347,8 @@ class Structure:
         }
         model = step.prepared_model(counts)
         longest = 1
+        if any(getattr(block, "checkpoint_position", None) == "whole" for block in model.modules()):
+            return dict(step.layers)  # what is done to a block depends on all of them: the full depth is traced
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and len(module) > 1:
                 longest = max(longest, _period([_signature(block) for block in module]))
@@ -416,7 +418,7 @@ def _plain_arguments(cls: type) -> Any:
 def _signature(block: nn.Module) -> tuple[Any, ...]:
     shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in block.named_parameters())
     kinds = tuple(type(m).__name__ for m in block.modules())
-    return kinds, shapes, getattr(block, "gradient_checkpointing", None)
+    return kinds, shapes, getattr(block, "gradient_checkpointing", None), getattr(block, "checkpoint_position", None)
 
 
 def _period(values: list[Any]) -> int:

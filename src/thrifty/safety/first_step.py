@@ -13,6 +13,7 @@ from thrifty.safety.normalise import ignores_num_items
 from thrifty.safety.trial import longest_indices
 
 if TYPE_CHECKING:
+    from thrifty.safety.checkpointing import SafeCheckpoints
     from thrifty.safety.running import SafeRunning
 
 BATCHES = 4  # looked at by the checks; they cost a collation each
@@ -85,7 +86,7 @@ def first_batches(trainer: SafeRunning, count: int = BATCHES) -> list[Any]:
         restore()
 
 
-def longest_batch(trainer: SafeRunning) -> Any:
+def longest_batch(trainer: SafeCheckpoints) -> Any:
     """The collated batch of the longest samples, or None where lengths are not known."""
     from thrifty.safety.oom import rng_snapshot
 
@@ -103,7 +104,7 @@ def longest_batch(trainer: SafeRunning) -> Any:
     return trainer._prepare_inputs(batch)
 
 
-def collate(trainer: SafeRunning, rows: list[Any]) -> Any:
+def collate(trainer: SafeCheckpoints, rows: list[Any]) -> Any:
     """Collates samples as the training loader does, unused columns removed."""
     collator: Any = trainer._get_collator_with_removed_columns(trainer.data_collator)
     if trainer.args.remove_unused_columns and hasattr(trainer.train_dataset, "column_names"):

@@ -189,7 +189,7 @@ class MicroBatcher:
         self.retrying = False
         losses: list[torch.Tensor] = []
         while pending:
-            piece = pending.popleft()
+            piece = self._next(pending, "training")
             if piece.rng is not None:
                 piece.rng()
             else:
@@ -225,7 +225,7 @@ class MicroBatcher:
         """
         pending, results = deque(self._pieces(inputs, "evaluation")), []
         while pending:
-            piece = pending.popleft()
+            piece = self._next(pending, "evaluation")
             value, failure = _attempt(lambda part, share: forward(part), piece)
             if failure is None:
                 results.append((piece.share, value))
@@ -249,6 +249,16 @@ class MicroBatcher:
         if rows <= allowed:
             return [_Piece(inputs, 1.0)]
         return [_Piece(part, rows_of(part) / rows) for part in split_batch(inputs, -(-rows // allowed))]
+
+    def _next(self, pending: deque[_Piece], where: str) -> _Piece:
+        """Takes the next piece; one that is too large, as an earlier one has shown since, is split without a try."""
+        piece = pending.popleft()
+        smaller = self._pieces(piece.inputs, where) if self.limits[where] is not None and piece.rng is None else [piece]
+        if len(smaller) == 1:
+            return piece
+        parts = [_Piece(part.inputs, piece.share * part.share, piece.counts) for part in smaller]
+        pending.extendleft(reversed(parts[1:]))
+        return parts[0]
 
     def _halves(self, piece: _Piece, failure: str, where: str) -> list[_Piece]:
         """Returns what to run instead of a piece that did not fit; the first inherits its random state."""

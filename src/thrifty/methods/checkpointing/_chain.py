@@ -19,7 +19,7 @@ class Op(NamedTuple):
 
     Kinds: `run` a stage and keep nothing of it; `save`: run it and keep all that its backward pass needs, its input
     included; `hold`: keep the input of a stage that was just computed; `drop`: forget a held input; `back`: the
-    stage's backward pass; `out`, `in`: send the input of a stage to the host, bring it back.
+    stage's backward pass; `out`, `in`: send what a stage saved to the host, bring it back.
     """
 
     kind: Kind
@@ -127,15 +127,15 @@ def simulate(chain: Chain, schedule: Iterable[Op]) -> Cost:
             pending = i
             time += chain.backward[i]
         elif kind == "out":
-            if i not in held:
-                raise ValueError(f"operation {at}: the input of stage {i} is not held")
-            held.discard(i)
+            if i not in saved:
+                raise ValueError(f"operation {at}: stage {i} has saved nothing that could be sent to the host")
+            saved.discard(i)
             away.add(i)
         elif kind == "in":
             if i not in away:
-                raise ValueError(f"operation {at}: the input of stage {i} is not on the host")
+                raise ValueError(f"operation {at}: what stage {i} saved is not on the host")
             away.discard(i)
-            held.add(i)
+            saved.add(i)
             peak = max(peak, resident())
     if pending != 0 or min(runs, default=1) < 1:
         raise ValueError("the schedule does not run all stages forward and backward")

@@ -1,7 +1,9 @@
 """Checkmate: which values of a graph to keep and which to compute again, as an integer programme (HiGHS).
 
 R[t, i]: value i is computed in stage t. S[t, i]: it is kept from stage t - 1 into stage t. U[t, k]: memory after the
-k-th value of stage t. F[t, i, k]: value i is freed after the k-th value of stage t.
+k-th value of stage t. F[t, i, k]: value i is freed after the k-th value of stage t. With paging, after POET: H[t, i]:
+it is on the host at the beginning of stage t; O[t, i]: it is sent there in stage t; I[t, i]: it comes back at the
+beginning of stage t.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Solution:
-    """(stages, nodes) booleans: what is computed, and what is kept into a stage; and the time of it all."""
+    """(stages, nodes) booleans: what is computed, what is kept into a stage, what is sent to the host and what comes
+    back; and the cost of it all."""
 
     computed: np.ndarray
     kept: np.ndarray
     time: float
+    sent: np.ndarray | None = None
+    fetched: np.ndarray | None = None
 
 
 def checkmate(
@@ -46,6 +51,7 @@ def checkmate(
     memory: float,
     *,
     goals: Sequence[int] | None = None,
+    page: Sequence[float] | None = None,
     seconds: float = 60.0,
 ) -> Solution:
     """The fastest schedule within a memory limit.
@@ -54,6 +60,7 @@ def checkmate(
         nodes: In topological order.
         memory: Limit of the sizes that exist at a time.
         goals: The node that each stage must reach; default one stage for each node. Fewer stages are faster to solve.
+        page: What it costs to send each value to the host, and again to bring it back; None is without a host.
         seconds: Time limit of the solver.
 
     Raises:
@@ -83,7 +90,17 @@ def checkmate(
     def f(t: int, i: int, k: int) -> int:
         return 3 * size_r + t * len(releases) + at[i, k]
 
-    count = 3 * size_r + size_f
+    def h(t: int, i: int) -> int:
+        return 3 * size_r + size_f + t * n + i
+
+    def o(t: int, i: int) -> int:
+        return 4 * size_r + size_f + t * n + i
+
+    def back(t: int, i: int) -> int:
+        return 5 * size_r + size_f + t * n + i
+
+    paging = page is not None
+    count = (6 if paging else 3) * size_r + size_f
     rows: list[tuple[dict[int, float], float, float]] = []
     low, high = np.zeros(count), np.ones(count)
     high[2 * size_r : 3 * size_r] = memory / scale
@@ -97,13 +114,23 @@ def checkmate(
             if t == 0:
                 high[s(t, i)] = 0
             else:  # kept only if it was kept or computed before
-                rows.append(({s(t, i): 1, s(t - 1, i): -1, r(t - 1, i): -1}, -np.inf, 0))
+                came = {back(t - 1, i): -1.0} if paging else {}
+                rows.append(({s(t, i): 1, s(t - 1, i): -1, r(t - 1, i): -1, **came}, -np.inf, 0))
                 if nodes[i].beside:
                     rows.append(({s(t, i): 1, **{s(t, j): -1.0 for j in nodes[i].beside}}, -np.inf, 0))
+            if paging:
+                if t == 0:
+                    high[h(t, i)] = 0
+                else:
+                    rows.append(({h(t, i): 1, h(t - 1, i): -1, o(t - 1, i): -1}, -np.inf, 0))
+                rows.append(({o(t, i): 1, s(t, i): -1, r(t, i): -1}, -np.inf, 0))
+                rows.append(({back(t, i): 1, h(t, i): -1}, -np.inf, 0))
             for group in nodes[i].needs:
                 have = {r(t, i): 1.0}
                 for j in group:
                     have[r(t, j)], have[s(t, j)] = -1.0, -1.0
+                    if paging:
+                        have[back(t, j)] = -1.0
                 rows.append((have, -np.inf, 0))
         for k in range(n):
             # U[t, k] = what was there + the new value - what was freed after the value before.
@@ -111,6 +138,8 @@ def checkmate(
             if k == 0:
                 for i in range(n):
                     row[s(t, i)] = row.get(s(t, i), 0.0) - sizes[i]
+                    if paging:
+                        row[back(t, i)] = -sizes[i]
             else:
                 row[u(t, k - 1)] = -1.0
                 for i in {k - 1, *(j for group in nodes[k - 1].needs for j in group)}:
@@ -124,13 +153,16 @@ def checkmate(
             rows.append(({f(t, i, k): 1, r(t, k): -1}, -np.inf, 0))
             rows += [({f(t, i, k): 1, h: 1}, -np.inf, 1) for h in hindrances]
             # It can only be freed if it is there.
-            rows.append(({f(t, i, k): 1, r(t, i): -1, s(t, i): -1}, -np.inf, 0))
+            present = {back(t, i): -1.0} if paging else {}
+            rows.append(({f(t, i, k): 1, r(t, i): -1, s(t, i): -1, **present}, -np.inf, 0))
         for i in range(n):  # and only once
             rows.append(({f(t, i, k): 1 for j, k in releases if j == i}, -np.inf, 1))
     objective = np.zeros(count)
     for t in range(stages):
         for i, node in enumerate(nodes):
             objective[r(t, i)] = node.cost
+            if page is not None:
+                objective[o(t, i)] = objective[back(t, i)] = page[i]
     entries = [(row, column, value) for row, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
     where = np.array([(row, column) for row, column, _ in entries])
     matrix = coo_array(([value for *_, value in entries], (where[:, 0], where[:, 1])), shape=(len(rows), count))
@@ -148,7 +180,10 @@ def checkmate(
     values = np.round(found.x).astype(bool)
     computed = values[:size_r].reshape(stages, n)
     kept = values[size_r : 2 * size_r].reshape(stages, n)
-    return Solution(computed, kept, float(objective @ values))
+    if not paging:
+        return Solution(computed, kept, float(objective @ values))
+    sent, fetched = (values[k * size_r + size_f : (k + 1) * size_r + size_f].reshape(stages, n) for k in (4, 5))
+    return Solution(computed, kept, float(objective @ values), sent, fetched)
 
 
 # How a stage can be run: for its output, for what its backward pass needs, for both.

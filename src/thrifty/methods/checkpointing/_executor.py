@@ -123,7 +123,7 @@ class _Measured:
     def chain(self, costs: str, bandwidth: float) -> Chain:
         times = tuple(self.seconds if costs == "measured" else [max(f, 1.0) for f in self.flops])
         if costs != "measured":
-            bandwidth *= sum(times) / max(sum(self.seconds), 1e-9)
+            bandwidth *= sum(self.seconds) / sum(times)  # bytes in the time of one operation
         sizes = (*self.inputs, self.output)
         return Chain(
             forward=times, backward=tuple(2 * t for t in times), inputs=sizes, saved=tuple(self.saved),
@@ -136,9 +136,9 @@ class _Pass:
 
     def __init__(self, owner: ScheduledBlocks, ops: Schedule | None, measure: _Measured | None) -> None:
         self.meter, self.ops, self.measure = owner.meter, ops, measure
-        self.host: Any = owner.host
+        self.host, self._holder = owner.host, owner.model
         self.stages: list[_Stage] = []
-        self.held: dict[int, Any] = {}
+        self.held: dict[int, _Kept] = {}
         self._last: Callable[[], Tensor | None] = lambda: None
         self._passing: Tensor | None = None
         self.pointer = forward_length(ops) if ops else 0
@@ -161,11 +161,12 @@ class _Pass:
         if number in self._saves:
             if is_source or number in self._holds:
                 self.held[number] = _Kept(x)
-            with self._watched(stage):
+            away = self.host.around(self._holder) if number in self._outs else self._watched(stage)
+            with away:
                 out = call(x, *rest)
         else:
             if self.ops is None or is_source or number in self._holds:
-                self.held[number] = self.host.send(x) if number in self._outs else _Kept(x)
+                self.held[number] = _Kept(x)
             with self._dropped(stage, number, x, is_source):
                 out = call(x, *rest)
         hidden = out[0] if isinstance(out, tuple) else out
@@ -260,10 +261,6 @@ class _Pass:
             self.held.pop(i, None)
         elif kind == "drop":
             self.held.pop(i, None)
-        elif kind == "out":
-            self.held[i] = self.host.send(self.held[i].get())
-        elif kind == "in":
-            self.host.fetch(self.held[i])
 
     def _again(self, number: int, *, keep: bool, whole: bool) -> Tensor | None:
         """Runs a stage again; keeps what it saves (`keep`), and stops early unless its output is wanted (`whole`)."""
@@ -326,7 +323,9 @@ class ScheduledBlocks:
         costs: In what the function is given times: floating-point operations (`planned`: the same on all processes) or
             seconds (`measured`).
         bandwidth: Bytes a second to the host, for functions that offload.
+        host: Where what a stage saved goes when the schedule sends it out (`SavedTensors`).
         meter: Counts the bytes of held and saved tensors.
+        replan: Whether a batch larger than any before is measured again.
 
     Gradients are those of the plain model to the bit: random states, autocast and all arguments of a block are
     restored.
@@ -342,7 +341,9 @@ class ScheduledBlocks:
         bandwidth: float = 0.0,
         host: Any = None,
         meter: Meter | None = None,
+        replan: bool = True,
     ) -> None:
+        self.replan = replan
         self.model, self.blocks, self.costs, self.bandwidth = model, list(blocks), costs, bandwidth
         self.host, self.meter = host, meter
         self.schedule: Schedule | None = None if callable(schedule) else schedule
@@ -370,11 +371,13 @@ class ScheduledBlocks:
 
     def _new_pass(self, x: Tensor) -> _Pass:
         size = x.numel()
+        if self.host is not None:
+            self.host.begin()
         if self._planner is not None:
             if self._measured is not None and self._measured.seconds:
                 self.chain = self._measured.chain(self.costs, self.bandwidth)
                 self.schedule, self._measured = self._planner(self.chain), None
-            if self.schedule is None or size > self._largest:
+            if self.schedule is None or (self.replan and size > self._largest):
                 # A batch larger than any before: its costs are other ones.
                 self._largest, self._measured = size, _Measured()
                 return _Pass(self, None, self._measured)

@@ -72,6 +72,8 @@ def schedule_blocks(
     budget_bytes: int | None = None,
     costs: Literal["planned", "measured"] = "planned",
     meter: Any = None,
+    size: int | None = None,
+    replan: bool = True,
 ) -> Any:
     """Lets a schedule decide what each block keeps, for one's own loop.
 
@@ -84,6 +86,8 @@ def schedule_blocks(
         budget_bytes: The same in bytes.
         costs: Weigh blocks by floating-point operations (`planned`) or by the time that they take (`measured`).
         meter: Counts the bytes that are really kept (`Meter`).
+        size: For `sqrt`: blocks in a segment; default about the square root of their number.
+        replan: Whether a batch larger than any before is measured again.
 
     Returns:
         The `ScheduledBlocks`; its `remove()` ends it, its `chain` and `schedule` tell what was measured and planned.
@@ -100,9 +104,10 @@ def schedule_blocks(
     return ScheduledBlocks(
         model,
         [block for stack in stacks for block in stack],
-        root_schedule([len(stack) for stack in stacks]) if policy == "sqrt" else plan,
+        root_schedule([len(stack) for stack in stacks], size) if policy == "sqrt" else plan,
         costs=costs,
         meter=meter,
+        replan=replan,
     )
 
 
@@ -112,11 +117,11 @@ def in_order(model: nn.Module) -> list[Blocks]:
     return sorted(find_blocks(model), key=lambda stack: names.index(stack.prefix))
 
 
-def root_schedule(lengths: list[int]) -> Schedule:
-    """Segments of about sqrt(L) blocks in each stack."""
+def root_schedule(lengths: list[int], size: int | None = None) -> Schedule:
+    """Segments of about sqrt(L) blocks in each stack, or of `size` blocks."""
     starts, offset = [], 0
     for length in lengths:
-        starts += range(offset, offset + length, root_size(length))
+        starts += range(offset, offset + length, size or root_size(length))
         offset += length
     return segmented(offset, starts)
 
@@ -187,6 +192,7 @@ class GradientCheckpointing(Method):
 
     checkpointed: int = field(default=0, init=False, repr=False)
     scheduled: Any = field(default=None, init=False, repr=False)
+    ctx: Any = field(default=None, init=False, repr=False)
     _before: float | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -211,6 +217,7 @@ class GradientCheckpointing(Method):
         return {} if self.policy == "memory-budget" else checkpointing_arguments(True, {"use_reentrant": False})
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
+        self.ctx = ctx
         compiled = bool(getattr(ctx.args, "torch_compile", False))
         if self.policy == "memory-budget":
             if not compiled and not ctx.planning:
@@ -248,10 +255,17 @@ class GradientCheckpointing(Method):
             if self.scheduled is not None and self.scheduled.model is model:
                 self.scheduled.remove()
             policy: Any = self.policy
+            planning = self.ctx is not None and self.ctx.planning
+            size = self._full_size() if planning else None
             self.scheduled = schedule_blocks(
-                model, policy, budget=self.budget, budget_bytes=self.budget_bytes, costs=self.costs
-            )
+                model, policy, budget=self.budget, budget_bytes=self.budget_bytes,
+                costs="planned" if planning else self.costs, size=size, replan=not planning,
+            )  # fmt: skip
             self.checkpointed = len(self.scheduled.blocks)
+            for stack in in_order(model) if planning else ():
+                block: Any
+                for index, block in enumerate(stack):
+                    block.checkpoint_position = index % size if policy == "sqrt" and size else "whole"
         elif self.policy == "k-of-l":
             self.checkpointed = checkpoint_some(model, self.k, side=self.side)
         else:
@@ -260,6 +274,15 @@ class GradientCheckpointing(Method):
 
                 enable_checkpointing(model, {"use_reentrant": False, "context_fn": keep_products_context})
             self.checkpointed = keep_every(model, self.every)
+
+    def _full_size(self) -> int | None:
+        """Blocks in a segment of the full model, where a dry run sees a shallower one."""
+        layers = getattr(self.ctx.model_config, "num_hidden_layers", None)
+        return root_size(layers) if isinstance(layers, int) else None
+
+    @property
+    def warms_up(self) -> bool:
+        return self.policy in ("optimal", "milp")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         if self._before is not None:

@@ -197,6 +197,9 @@ class AutoProg(Method):
             raise ValueError(f"decay must be at least 0 and below 1, got {self.decay}")
         self.means = BlockMeans(self.decay)
 
+    def held_bytes(self, trainable: int, itemsize: float, device: str) -> int:
+        return 4 * trainable  # the blocks' running means, in float32
+
     # --- before training ---
 
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
@@ -252,7 +255,7 @@ class AutoProg(Method):
         return self._shaped(batch, self._of_step()[1])
 
     def _shaped(self, batch: Batch, size: float) -> Batch:
-        if size >= 1 or not self.resize:
+        if size >= 1 or not self.resize or not all(len(v) for v in batch.values() if torch.is_tensor(v) and v.dim()):
             return batch
         if "pixel_values" in batch:
             full = batch["pixel_values"].shape[-1]

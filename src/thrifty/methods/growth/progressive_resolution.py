@@ -234,7 +234,7 @@ class ProgressiveResolution(Method):
         patch = self.patch or ctx.model.config.patch_size
         multiple = patch if isinstance(patch, int) else max(patch)
         side = side_at(ctx.step, ctx.total_steps, pixels.shape[-1], multiple, self.start, self.end)
-        if side == pixels.shape[-1]:
+        if side == pixels.shape[-1] or len(pixels) == 0:
             return batch
         return {**batch, "pixel_values": resize_images(pixels, side), "interpolate_pos_encoding": True}
 

@@ -149,7 +149,7 @@ class SequenceLengthWarmup(Method):
 
     def shape_batch(self, batch: Batch, ctx: Any) -> Batch:
         length = length_at(ctx.step, round(self.warmup * ctx.total_steps), self.start, self.full, self.multiple_of)
-        if length is None or length >= batch["input_ids"].shape[1]:
+        if length is None or length >= batch["input_ids"].shape[1] or len(batch["input_ids"]) == 0:
             return batch
         self._check(batch)
         short = reshape(batch, length) if self.mode == "reshape" else truncate(batch, length)

@@ -153,7 +153,7 @@ class StochasticDepth(Method):
         return self._rng[1]
 
     def wrap_loss(self, compute_loss: Callable[..., Any], ctx: Any) -> Callable[..., Any]:
-        if self.mode == "batch":
+        if self.mode == "batch" or ctx.planning:
             return compute_loss
 
         def masked(model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Any:

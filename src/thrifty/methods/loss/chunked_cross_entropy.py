@@ -87,7 +87,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_items: Tensor | int | None,
         options: _Options,
     ) -> Tensor:
-        device = hidden.device.type
+        # A dry run on `meta` traces what runs under the processor's autocast.
+        device = "cpu" if hidden.is_meta else hidden.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
         wanted = [options.gradients and needed for needed in ctx.needs_input_grad[:3]]

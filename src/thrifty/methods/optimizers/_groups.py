@@ -52,3 +52,23 @@ def hidden_groups(groups: list[dict[str, Any]], model: nn.Module | None, rank: i
         part["rank"] = rank if part.pop("chosen") else None
         del part["names"]
     return parts
+
+
+def vocabulary_groups(groups: list[dict[str, Any]], model: Any) -> list[dict[str, Any]]:
+    """Splits the groups and marks embeddings and language heads, whose first axis is a vocabulary, `vocabulary`."""
+    found = set()
+    if model is not None:
+        found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        found |= {id(head.weight)} if head is not None else set()
+    parts = split(groups, lambda name, p: id(p) in found)
+    for part in parts:
+        part["vocabulary"] = part.pop("chosen")
+        del part["names"]
+    return parts
+
+
+def matrix_sides(matrix: torch.Tensor, group: dict[str, Any], longest: int) -> list[int]:
+    """The axes of a matrix that a preconditioner works on: not a vocabulary, and none longer than `longest`."""
+    candidates = (1,) if group["vocabulary"] else (0, 1)
+    return [side for side in candidates if matrix.shape[side] <= longest]

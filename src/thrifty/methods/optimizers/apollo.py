@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from thrifty.architecture import block_linears, find_blocks
 from thrifty.method import Method, NotApplicable, Paper, register
 from thrifty.methods.optimizers._adam import ByParameter, adam_direction, adamw_step
 from thrifty.methods.optimizers._groups import hidden_groups, refuse_sharding
@@ -26,9 +27,10 @@ from thrifty.methods.optimizers._groups import hidden_groups, refuse_sharding
 GROWTH_LIMIT = 1.01  # how much longer a step may be than the one before
 
 
-def random_projection(rank: int, size: int, seed: int) -> Tensor:
-    """A matrix of shape (rank, size) with entries N(0, 1 / rank), equal wherever it is made."""
-    return torch.randn(rank, size, generator=torch.Generator().manual_seed(seed)) / rank**0.5
+def random_projection(rank: int, size: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """A matrix of shape (rank, size) with entries N(0, 1 / rank), equal on all devices of a kind."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return torch.randn(rank, size, generator=generator, device=device) / rank**0.5
 
 
 def limit_growth(update: Tensor, state: dict[str, Any], limit: float = GROWTH_LIMIT) -> Tensor:
@@ -84,7 +86,7 @@ class ApolloOptimizer(ByParameter):
         count = state["count"] = state.get("count", -1) + 1
         if count % self.every == 0:
             state["seed"] = (self.seed * 1_000_003 + self._numbers[id(p)] * 7919 + count) % 2**31
-        projection = random_projection(group["rank"], matrix.shape[0], state["seed"]).to(matrix.device)
+        projection = random_projection(group["rank"], matrix.shape[0], state["seed"], matrix.device)
         small = projection @ matrix
         adapted = adam_direction(state, small, group["betas"], group["eps"])
         if self.per_channel:
@@ -104,7 +106,10 @@ class ApolloOptimizer(ByParameter):
     exact=False,
     claims=("optimizer",),
     preset={"rank": 4, "every": 2},
-    conflicts_with={"section:peft": "adapters are of low rank already"},
+    conflicts_with={
+        "section:peft": "adapters are of low rank already",
+        "section:overparameterization": "the gradient of a factor is not that of the weight",
+    },
     choices={"allow": [{}]},
 )
 @dataclass(kw_only=True)
@@ -132,16 +137,20 @@ class Apollo(Method):
         refuse_sharding(self.name, args)
         return {}
 
-    def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
+    def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
         rank = 1 if self.mini else self.rank
-        parts = hidden_groups(groups, ctx.model, rank)
-        if not any(part["rank"] for part in parts) and not ctx.planning:
+        trained: list[Any] = [m.weight for blocks in find_blocks(model) for m in block_linears(blocks).values()]
+        if not any(weight.requires_grad and min(weight.shape) > rank for weight in trained):
             raise NotApplicable(
                 f"apollo: no hidden matrix that is trained has sides above {rank}",
                 key="methods.apollo.rank",
                 value=self.rank,
                 fix="set it to a fraction of the hidden size, or mini: true",
             )
+        return model
+
+    def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
+        parts = hidden_groups(groups, ctx.model, 1 if self.mini else self.rank)
         return ApolloOptimizer(
             parts,
             lr=ctx.args.learning_rate,

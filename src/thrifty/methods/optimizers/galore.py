@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from thrifty.architecture import block_linears, find_blocks
 from thrifty.method import Method, NotApplicable, Paper, register
 from thrifty.methods.optimizers._adam import ByParameter, adam_direction, adamw_step
 from thrifty.methods.optimizers._groups import hidden_groups, refuse_sharding
@@ -95,7 +96,10 @@ class GaLoreOptimizer(ByParameter):
     micro_batch_invariant=False,
     claims=("optimizer",),
     preset={"rank": 4, "every": 2},
-    conflicts_with={"section:peft": "adapters are of low rank already"},
+    conflicts_with={
+        "section:peft": "adapters are of low rank already",
+        "section:overparameterization": "the gradient of a factor is not that of the weight",
+    },
     choices={"allow": [{}]},
 )
 @dataclass(kw_only=True)
@@ -120,15 +124,20 @@ class GaLore(Method):
         refuse_sharding(self.name, args)
         return {}
 
-    def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
-        parts = hidden_groups(groups, ctx.model, self.rank)
-        if not any(part["rank"] for part in parts) and not ctx.planning:
+    def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
+        rank = self.rank
+        trained: list[Any] = [m.weight for blocks in find_blocks(model) for m in block_linears(blocks).values()]
+        if not any(weight.requires_grad and min(weight.shape) > rank for weight in trained):
             raise NotApplicable(
-                f"galore: no hidden matrix that is trained has sides above {self.rank}",
+                f"galore: no hidden matrix that is trained has sides above {rank}",
                 key="methods.galore.rank",
                 value=self.rank,
                 fix="set it to a fraction of the hidden size",
             )
+        return model
+
+    def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
+        parts = hidden_groups(groups, ctx.model, self.rank)
         return GaLoreOptimizer(
             parts,
             lr=ctx.args.learning_rate,

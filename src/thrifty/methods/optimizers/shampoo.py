@@ -7,8 +7,8 @@ the step is taken from Adam (grafting), so that AdamW's learning rate fits.
 Helps: pre-training: fewer steps to a loss than AdamW, above all with large batches.
 Does not help: where a step is short: the roots cost time, though they are renewed only now and then; fine-tuning.
 Costs: for a matrix of m x n: 2 m^2 + 2 n^2 numbers, besides Adam's two states.
-Limits: needs whole matrices. Sides longer than `max_dimension` (embeddings, heads) are left alone; vectors are trained
-with AdamW. Roots are taken in float64. On several processes each computes all of them.
+Limits: needs whole matrices. The vocabulary side of embeddings and heads, and sides longer than `max_dimension`,
+are left alone; vectors are trained with AdamW. Roots are taken in float64; on several processes each computes all.
 Source: Gupta, Koren and Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization", ICML 2018; Anil et al.,
 "Scalable Second Order Optimization for Deep Learning", 2020.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from thrifty.method import Method, Paper, register
 from thrifty.methods.optimizers._adam import ByParameter, adam_direction, adamw_step, eigen
-from thrifty.methods.optimizers._groups import clean, refuse_sharding
+from thrifty.methods.optimizers._groups import matrix_sides, refuse_sharding, vocabulary_groups
 
 Grafting = Literal["adam", "none"]
 
@@ -49,7 +49,7 @@ class ShampooOptimizer(ByParameter):
     """Shampoo for matrices, AdamW for everything else.
 
     Args:
-        params: Parameters or groups.
+        params: Parameters or groups; in a group with `vocabulary=True` the first axis is not preconditioned.
         lr: Learning rate.
         betas: Momentum, and decay of the preconditioners and of Adam's second mean. A second value of 1 sums, as in the
             first paper.
@@ -75,16 +75,17 @@ class ShampooOptimizer(ByParameter):
         root_eps: float = 1e-12,
     ) -> None:
         self.every, self.max_dimension, self.grafting, self.root_eps = every, max_dimension, grafting, root_eps
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "vocabulary": False}
+        super().__init__(params, defaults)
 
     def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[p]
         gradient = gradient.float()
-        if p.ndim < 2:
+        matrix = gradient.flatten(1) if p.ndim > 1 else gradient
+        sides = matrix_sides(matrix, group, self.max_dimension) if p.ndim > 1 else []
+        if not sides:
             adamw_step(p, gradient, state, group)
             return
-        matrix = gradient.flatten(1)
-        sides = [side for side in (0, 1) if matrix.shape[side] <= self.max_dimension]
         beta1, beta2 = group["betas"]
         count = state["count"] = state.get("count", 0) + 1
         for side in sides:
@@ -151,7 +152,7 @@ class Shampoo(Method):
     def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
         args = ctx.args
         return ShampooOptimizer(
-            clean(groups),
+            vocabulary_groups(groups, ctx.model),
             lr=args.learning_rate,
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,

@@ -6,14 +6,15 @@ rotated back. The basis is renewed every few steps by one power iteration and a 
 Helps: pre-training: 40 % fewer steps and 35 % less time to a loss than AdamW on language models, by the paper.
 Does not help: fine-tuning of small models, where the decompositions take longer than the step.
 Costs: for a matrix of m x n: 2 m^2 + 2 n^2 numbers, besides Adam's two states.
-Limits: needs whole matrices. Sides longer than `max_dimension` (embeddings, heads) keep their own basis; vectors are
-trained with AdamW. The first step only finds the basis, as in the paper; in float64, later ones in float32.
+Limits: needs whole matrices. The vocabulary side of embeddings and heads, and sides longer than `max_dimension`,
+keep their own basis; vectors are trained with AdamW. The first step only finds the basis, as in the paper; in float64,
+later ones in float32.
 Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", ICLR 2025.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +23,14 @@ from torch import Tensor
 
 from thrifty.method import Method, Paper, register
 from thrifty.methods.optimizers._adam import ByParameter, adam_direction, adamw_step, eigen
-from thrifty.methods.optimizers._groups import clean, refuse_sharding
+from thrifty.methods.optimizers._groups import matrix_sides, refuse_sharding, vocabulary_groups
 
 
 class SoapOptimizer(ByParameter):
     """SOAP for matrices, AdamW for vectors.
 
     Args:
-        params: Parameters or groups.
+        params: Parameters or groups; in a group with `vocabulary=True` the first axis is not rotated.
         lr: Learning rate.
         betas: Decay of Adam's running means.
         eps: Added to the denominator.
@@ -52,7 +53,8 @@ class SoapOptimizer(ByParameter):
         max_dimension: int = 10_000,
     ) -> None:
         self.shampoo_beta, self.every, self.max_dimension = shampoo_beta, every, max_dimension
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "vocabulary": False}
+        super().__init__(params, defaults)
 
     def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[p]
@@ -61,33 +63,31 @@ class SoapOptimizer(ByParameter):
             adamw_step(p, gradient, state, group)
             return
         matrix = gradient.flatten(1)
+        sides = matrix_sides(matrix, group, self.max_dimension)
         beta = group["betas"][1] if self.shampoo_beta is None else self.shampoo_beta
         if "count" not in state:
             state["count"] = 0
-            self._accumulate(state, matrix, beta)
-            for side in self._sides(matrix):
+            self._accumulate(state, matrix, beta, sides)
+            for side in sides:
                 vectors = eigen(state[f"sums_{side}"])[1]
                 state[f"basis_{side}"] = vectors.flip(1).to(matrix.dtype).contiguous()
             return  # nothing can be said of a basis that this very gradient has made
         state["count"] += 1
-        rotated = self._rotate(matrix, state)
-        update = self._rotate(adam_direction(state, rotated, group["betas"], group["eps"]), state, back=True)
+        rotated = self._rotate(matrix, state, sides)
+        update = self._rotate(adam_direction(state, rotated, group["betas"], group["eps"]), state, sides, back=True)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.add_(update.view_as(p).to(p.dtype), alpha=-group["lr"])
-        self._accumulate(state, matrix, beta)
+        self._accumulate(state, matrix, beta, sides)
         if state["count"] % self.every == 0:
-            self._renew(state, matrix)
+            self._renew(state, sides)
 
-    def _sides(self, matrix: Tensor) -> list[int]:
-        return [side for side in (0, 1) if matrix.shape[side] <= self.max_dimension]
-
-    def _accumulate(self, state: dict[str, Any], matrix: Tensor, beta: float) -> None:
-        for side in self._sides(matrix):
+    def _accumulate(self, state: dict[str, Any], matrix: Tensor, beta: float, sides: Sequence[int]) -> None:
+        for side in sides:
             square = matrix @ matrix.T if side == 0 else matrix.T @ matrix
             state.setdefault(f"sums_{side}", torch.zeros_like(square)).lerp_(square, 1 - beta)
 
-    def _rotate(self, matrix: Tensor, state: dict[str, Any], *, back: bool = False) -> Tensor:
-        for side in self._sides(matrix):
+    def _rotate(self, matrix: Tensor, state: dict[str, Any], sides: Sequence[int], *, back: bool = False) -> Tensor:
+        for side in sides:
             basis = state[f"basis_{side}"]
             if side == 0:
                 matrix = (basis if back else basis.T) @ matrix
@@ -95,19 +95,19 @@ class SoapOptimizer(ByParameter):
                 matrix = matrix @ (basis.T if back else basis)
         return matrix
 
-    def _renew(self, state: dict[str, Any], matrix: Tensor) -> None:
+    def _renew(self, state: dict[str, Any], sides: Sequence[int]) -> None:
         """One power iteration from the present basis; Adam's first mean goes along into the new one.
 
         The second mean is of squares and cannot be rotated; it follows where the order of the axes has changed.
         """
-        mean = self._rotate(state["exp_avg"], state, back=True)
-        for side in self._sides(matrix):
+        mean = self._rotate(state["exp_avg"], state, sides, back=True)
+        for side in sides:
             sums, basis = state[f"sums_{side}"], state[f"basis_{side}"]
             strength = (basis * (sums @ basis)).sum(dim=0)
             order = strength.argsort(descending=True, stable=True)
             state["exp_avg_sq"] = state["exp_avg_sq"].index_select(side, order)
             state[f"basis_{side}"] = torch.linalg.qr(sums @ basis[:, order])[0]
-        state["exp_avg"] = self._rotate(mean, state)
+        state["exp_avg"] = self._rotate(mean, state, sides)
 
 
 @register(
@@ -150,7 +150,7 @@ class Soap(Method):
 
     def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
         return SoapOptimizer(
-            clean(groups),
+            vocabulary_groups(groups, ctx.model),
             lr=ctx.args.learning_rate,
             betas=self.betas,
             eps=ctx.args.adam_epsilon,

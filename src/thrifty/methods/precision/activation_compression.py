@@ -42,7 +42,7 @@ EXACT = 32
 
 
 class _Attention(TorchFunctionMode):
-    """Says when fused attention is at work: what it saves goes into an exponential, where coarse rounding is amplified."""
+    """Says when fused attention is at work: what it saves goes into an exponential, which amplifies rounding."""
 
     def __init__(self, owner: CompressedActivations) -> None:
         super().__init__()

@@ -1,0 +1,168 @@
+"""Is the plan the best choice? 20 workloads with a memory limit, each with a measured sweep of 24 configurations or more.
+
+    python benchmarks/regret.py --minutes 60      # writes benchmarks/results/regret.json; goes on where it was
+
+For each workload the planner sees a limit on memory and a global batch. Every configuration that it considered is then
+trained for real, in rounds (A B C, A B C, ...), so that slow spells of the machine meet all of them. The choice is
+good when it is within the limit by the allocator's own count, and its time over the best fitting one's has an interval
+that includes or lies below 1.05. Step times of all configurations are compared with the calibrated prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROUNDS = 3
+LEAST_CONFIGURATIONS = 24
+TOLERANCE = 1.05
+MIB = 2**20
+
+
+def llama(hidden: int, layers: int, vocabulary: int, heads: int = 4) -> dict[str, Any]:
+    return {"model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden * 8 // 3 // 8 * 8,
+            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2,
+            "vocab_size": vocabulary}  # fmt: skip
+
+
+def bert(hidden: int, layers: int, vocabulary: int) -> dict[str, Any]:
+    return {"model_type": "bert", "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
+            "num_attention_heads": 4, "vocab_size": vocabulary}  # fmt: skip
+
+
+def gpt2(hidden: int, layers: int, vocabulary: int) -> dict[str, Any]:
+    return {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": 4, "vocab_size": vocabulary,
+            "n_positions": 512}  # fmt: skip
+
+
+def vit(hidden: int, layers: int, side: int) -> dict[str, Any]:
+    return {"model_type": "vit", "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
+            "num_attention_heads": 4, "image_size": side, "patch_size": 8}  # fmt: skip
+
+
+# model, task, sequence length, global batch, share of the way from the least to the most memory
+WORKLOADS: list[tuple[dict[str, Any], str, int | None, int, float]] = [
+    (model, task, seq, batch, tightness)
+    for model, task, seq, batch in [
+        (llama(128, 4, 2000), "causal-lm", 128, 12),
+        (llama(192, 6, 1000), "causal-lm", 64, 24),
+        (llama(128, 8, 8000), "causal-lm", 64, 12),
+        (gpt2(128, 4, 4000), "causal-lm", 128, 12),
+        (gpt2(192, 3, 1000), "causal-lm", 192, 12),
+        (bert(128, 4, 4000), "masked-lm", 64, 12),
+        (bert(192, 3, 1000), "text-classification", 64, 24),
+        (vit(128, 4, 64), "image-classification", None, 24),
+        (vit(96, 8, 48), "image-classification", None, 24),
+        (llama(256, 3, 4000), "causal-lm", 96, 12),
+    ]
+    for tightness in (0.25, 0.6)
+]
+
+
+def workload_of(index: int) -> Any:
+    """The planner's workload."""
+    from thrifty.planner.workload import make_workload
+
+    model, task, seq, _, _ = WORKLOADS[index]
+    options = {} if seq is None else {"seq_len": seq}
+    return make_workload(model, task=task, methods=["adamw"], **options)
+
+
+def run(index: int, ends: float) -> dict[str, Any] | None:
+    """Plans and sweeps one workload; None where the time ran out."""
+    from thrifty.planner.measure import measure
+    from thrifty.planner.plan import plan
+
+    *_, batch, tightness = WORKLOADS[index]
+    workload = workload_of(index)
+    search = plan(workload, device="cpu", global_batch=batch, memory="64GiB").search
+    assert search is not None
+    table = search.table
+    least, most = float(table["allocated"].min()), float(table["allocated"].max())
+    limit = round(least + tightness * (most - least))
+    chosen = plan(workload, device="cpu", global_batch=batch, memory=limit).require()
+    assert len(table) >= LEAST_CONFIGURATIONS, f"{len(table)} configurations are too few to choose from"
+    rows = [search.configuration(i) for i in range(len(table))]
+    times: list[list[float]] = [[] for _ in rows]
+    peaks: list[int | None] = [None] * len(rows)
+    for number in range(ROUNDS):
+        for i, row in enumerate(rows):
+            if time.monotonic() > ends:
+                return None
+            took = measure(workload.with_methods(row.methods), micro_batch=row.micro_batch,
+                           accumulation=row.accumulation, steps=2, memory=number == 0)  # fmt: skip
+            assert took.step_seconds is not None
+            times[i].append(took.step_seconds)
+            peaks[i] = peaks[i] if took.peak_allocated_bytes is None else took.peak_allocated_bytes
+    at = next(i for i, r in enumerate(rows) if (r.methods, r.micro_batch) == (chosen.methods, chosen.micro_batch))
+    fitting = [i for i in range(len(rows)) if (peaks[i] or 0) <= limit]
+    best = min(fitting, key=lambda i: statistics.median(times[i]))
+    ratios = [math.log(a / b) for a, b in zip(times[at], times[best], strict=True)]
+    middle = statistics.mean(ratios)
+    # t for two degrees of freedom, 95 %
+    half = 4.303 * statistics.stdev(ratios) / math.sqrt(len(ratios)) if at != best else 0.0
+    errors = [float(table["seconds"][i]) / statistics.median(times[i]) - 1 for i in range(len(rows))]
+    memory = [float(table["allocated"][i]) / (peaks[i] or 1) - 1 for i in range(len(rows))]
+    return {
+        "workload": index, "model": WORKLOADS[index][0], "task": WORKLOADS[index][1], "limit_bytes": limit,
+        "configurations": len(rows), "fitting": len(fitting), "chosen": search.configuration(at).to_dict(),
+        "best": search.configuration(best).to_dict(), "chosen_peak_bytes": peaks[at],
+        "within_limit": (peaks[at] or 0) <= limit, "ratio": math.exp(middle),
+        "interval": [math.exp(middle - half), math.exp(middle + half)],
+        "good": math.exp(middle - half) <= TOLERANCE, "time_errors": errors, "memory_errors": memory,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Sweeps as many workloads as fit into the time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--calibrate", type=float, default=20.0, help="seconds; 0 takes the stored calibration")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "regret.json")
+    options = parser.parse_args()
+    from thrifty.hardware.calibrate import calibrate
+
+    ends = time.monotonic() + 60 * options.minutes
+    done: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"workloads": []}
+    if options.calibrate:
+        calibrate("cpu", seconds=options.calibrate)
+    for index in range(len(WORKLOADS)):
+        if any(entry["workload"] == index for entry in done["workloads"]):
+            continue
+        entry = run(index, ends)
+        if entry is None:
+            break
+        done["workloads"].append(entry)
+        done |= summary(done["workloads"])
+        options.out.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+        print(f"{index}: {entry['configurations']} configurations, ratio {entry['ratio']:.3f} "
+              f"[{entry['interval'][0]:.3f}, {entry['interval'][1]:.3f}], within the limit: {entry['within_limit']}, "
+              f"time error {statistics.median(map(abs, entry['time_errors'])):.1%}", flush=True)  # fmt: skip
+
+
+def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over all workloads."""
+    time_errors = [abs(e) for entry in entries for e in entry["time_errors"]]
+    memory_errors = [abs(e) for entry in entries for e in entry["memory_errors"]]
+    return {
+        "date": datetime.now(UTC).date().isoformat(), "machine": platform.platform(), "cores": os.cpu_count(),
+        "versions": {name: version(name) for name in ("torch", "transformers")}, "rounds": ROUNDS,
+        "done": len(entries), "of": len(WORKLOADS), "within_limit": sum(e["within_limit"] for e in entries),
+        "good": sum(e["good"] for e in entries), "median_ratio": statistics.median(e["ratio"] for e in entries),
+        "mean_time_error": statistics.mean(time_errors), "median_time_error": statistics.median(time_errors),
+        "median_memory_error": statistics.median(memory_errors), "worst_memory_error": max(memory_errors),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
