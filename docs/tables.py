@@ -35,6 +35,8 @@ def block(name: str) -> str:
     Raises:
         InputError: There is no such file or part.
     """
+    if name == "index":
+        return index(prefix="results/") + "\n"
     stem, _, part = name.partition(".")
     result = read(RESULTS / f"{stem}.json") if stem != "evidence" else None
     parts = all_evidence() if result is None else PARTS[result["format"]](result)
@@ -46,19 +48,29 @@ def block(name: str) -> str:
 
 
 def result_pages() -> dict[Path, str]:
-    """One page for every result file of a bench or the guide, and one that lists them."""
-    made, index = {}, ["# Results", "", "Every number here is made of a file in `benchmarks/results/`.", ""]
-    for path in sorted(RESULTS.glob("*.json")):
-        try:
-            result = read(path)
-        except InputError:
-            continue  # files of other kinds, with pages of their own
+    """One page for every result file of the bench."""
+    made = {}
+    for path, _ in results():
         lines = [f"# {path.stem}", "", f"From `benchmarks/results/{path.name}`.", "", block(path.stem)]
         made[ROOT / "docs/results" / f"{path.stem}.md"] = "\n".join(lines)
-        index.append(f"- [{path.stem}]({path.stem}.md): {tables.machine_line(result)}")
-    if made:
-        made[ROOT / "docs/results/index.md"] = "\n".join(index) + "\n"
     return made
+
+
+def results() -> list[tuple[Path, dict[str, Any]]]:
+    """The result files of the bench; files of other kinds have pages of their own."""
+    found = []
+    for path in sorted(RESULTS.glob("*.json")):
+        try:
+            found.append((path, read(path)))
+        except InputError:
+            continue
+    return found
+
+
+def index(prefix: str) -> str:
+    """A list of the result pages."""
+    lines = [f"- [{path.stem}]({prefix}{path.stem}.md): {tables.machine_line(result)}" for path, result in results()]
+    return "\n".join(lines) or "None has been published yet."
 
 
 def numbers_without_a_file(page: str) -> Iterator[str]:

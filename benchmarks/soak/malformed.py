@@ -167,7 +167,7 @@ def judge(case: Case, root: Path) -> dict[str, Any]:
         problems.append("traceback")
     if tree(folder) != before:
         problems.append("left something behind")
-    return {"case": case.name, "code": code, "said": told[:400], "problems": problems}
+    return {"case": case.name, "code": code, "said": told.replace(f"{folder}/", "")[:400], "problems": problems}
 
 
 def main(arguments: list[str] | None = None, only: Callable[[int, Case], bool] = lambda number, case: True) -> int:

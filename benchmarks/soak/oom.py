@@ -196,7 +196,7 @@ def soak(name: str, place: Place, root: Path) -> dict[str, Any]:
         "struck": striker.struck,
         "largest_difference_of_a_weight": worst,
         "largest_difference_of_a_loss": losses,
-        "said": line,
+        "said": line.replace(f"{root}/", ""),
         "equal": striker.struck == place.times and worst <= TOLERANCE and losses <= TOLERANCE,
     }
 

@@ -71,7 +71,7 @@ def test_tables_of_a_simulated_machine(tmp_path: Path, monkeypatch: pytest.Monke
         return 0.05 * factor * job.run["gradient_accumulation_steps"] ** 0.5
 
     predicted = {"peak_bytes": 10**9, "device_bytes": 2 * 10**9, "samples_per_second": 5.0}
-    monkeypatch.setattr(guide.GuideSession, "_predict", lambda self, arm, where, device: predicted)
+    monkeypatch.setattr(guide.GuideSession, "_predict", lambda self, arm, where: predicted)
     options = Options(run=values(tmp_path, "cpu"), name="guide-cpu", minutes=None, rounds=7, quality=False)
     session = guide.GuideSession(guide.content(), options, tmp_path / "out", runner=Machine(pace))
     session.run()
@@ -100,7 +100,7 @@ def test_the_planner_predicts_a_configuration(tmp_path: Path) -> None:
     own["model_config"] = {**own["model_config"], "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     options = Options(run=own, name="guide", minutes=None, quality=False)
     session = guide.GuideSession(guide.content(), options, tmp_path / "out", runner=Simulated(lambda job: 0.1))
-    found = session._predict(session.arms[0], "here", "cpu")
+    found = session._predict(session.arms[0], "here")
     measured = measure(Job(kind="memory", arm="x", run={**own, **session.arms[0].keys}, steps=3, threads=1)).peak_bytes
     assert measured == pytest.approx(found["peak_bytes"], rel=0.05)
 

@@ -66,6 +66,12 @@ def test_the_number_of_recipes_is_limited_and_the_rest_is_named() -> None:
     assert tables.left_out == ["lion", "ema", "lawa"] or tables.left_out == ["ema", "lawa"]
 
 
+def test_few_rows_show_one_of_each_kind() -> None:
+    tables = build(Tables(["bf16", "fp16", "lion", "adafactor", "gradient-checkpointing"], most=99))
+    assert tables.left_out == ["fp16", "adafactor"]
+    assert build(Tables(["bf16", "fp16"])).left_out == []
+
+
 def test_one_table_only() -> None:
     tables = build(Tables(["bf16", "lion"], only="ablation"))
     assert {row.table for row in tables.ordered()} == {"ablation"}

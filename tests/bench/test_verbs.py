@@ -54,6 +54,8 @@ def test_a_real_bench(run: dict[str, Any], tmp_path: Path, capsys: pytest.Captur
         (["max_lenght=3"], ["did you mean"]),
         (["--guide", "some.yaml"], ["--guide"]),
         (["--json", "--markdown"], ["--json"]),
+        (["--guide", "--methods", "lion"], ["--methods", "by the guide"]),
+        (["--evidence", "x.yaml", "--steps", "3"], ["--steps", "evidence file"]),
         (["--guide", "--evidence", "x.yaml"], ["--evidence"]),
         (["--steps", "many"], ["--steps"]),
     ],
@@ -73,8 +75,9 @@ def test_wrong_input_is_one_message_and_exit_code_2(
 def test_an_output_that_is_a_file_is_refused(run: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(run))
-    with pytest.raises(InputError, match="not a folder"):
-        verbs.bench(str(file), chosen=[], output=str(file))
+    for places in ({"output": str(file)}, {"publish_to": str(file)}, {"html": str(tmp_path)}):
+        with pytest.raises(InputError, match="folder"):
+            verbs.bench(str(file), **{"chosen": [], "output": str(tmp_path / "out"), **places})
 
 
 @pytest.fixture

@@ -190,8 +190,10 @@ class Shapes(TrainerCallback):
         self.sizes.append(sum(p.numel() for p in kwargs["model"].parameters()))
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("scope", ["global", "layer"])
+@pytest.mark.parametrize(
+    ("family", "scope"),
+    [("llama", "layer"), ("gpt2", "global"), ("gpt2", "layer"), ("bert", "global"), ("vit", "layer")],
+)
 def test_trains_resumes_and_loads(tmp_path, family, scope):
     build = tiny.FAMILIES[family]
     method = {"early-bird": {"every": 1, "latest": 0.5, "unit_scope": scope, "head_fraction": 0.5}}
@@ -217,8 +219,8 @@ def test_resumes_before_and_at_the_drawing(tmp_path, step):
 
 def test_only_units_of_equal_number_are_said_by_all_configurations(tmp_path):
     method = {"early-bird": {"every": 1, "latest": 0.5, "unit_scope": "layer", "head_fraction": 0.0}}
-    for family, build in tiny.FAMILIES.items():
-        run = tiny.trainer(tmp_path / family, [method], build(), max_steps=3)
+    for family in ("gpt2", "bert"):
+        run = tiny.trainer(tmp_path / family, [method], tiny.FAMILIES[family](), max_steps=2)
         run.train()
         assert run.recipe["early-bird"].saves_as == "plain", family
         run.save_model(str(tmp_path / family / "saved"))

@@ -60,7 +60,7 @@ def test_rounds_fill_the_run(total, count, rewind):
     assert division.length_of(count) - division.length <= count + 1
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
 def test_densities_nesting_and_rewinding(tmp_path, family):
     run, watch = _run(tmp_path, tiny.FAMILIES[family])
     division: Rounds = run.recipe["lottery-ticket"].division
@@ -130,7 +130,7 @@ def test_nothing_pruned_is_plain_training_to_the_bit(tmp_path):
     assert all(mask.all() for mask in watch.masks[-1].values())
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("step", [1, 4, 5])
 def test_resumes_around_every_rewinding(tmp_path, step):
     loops.resumes(tmp_path, [{"lottery-ticket": TICKET}], lambda: tiny.gpt2(dropout=0.1), max_steps=STEPS, step=step)
 

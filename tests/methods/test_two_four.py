@@ -50,8 +50,9 @@ def test_equals_the_sparsifier_of_torch():
     torch.testing.assert_close(weight * two_four_mask(weight), model[0].weight)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("mode", ["fixed", "sr-ste"])
+@pytest.mark.parametrize(
+    ("family", "mode"), [("gpt2", "fixed"), ("gpt2", "sr-ste"), ("bert", "sr-ste"), ("vit", "fixed")]
+)
 def test_trains_resumes_and_ends_with_the_pattern(tmp_path, family, mode):
     run = loops.resumes(tmp_path, [{"two-four": {"mode": mode}}], tiny.FAMILIES[family])
     _assert_two_of_four(run.model)

@@ -18,6 +18,9 @@ TINY = {
     "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
 }  # fmt: skip
 
+# What is decided needs no dry run of its alternatives.
+DECIDED = ["gradient-checkpointing", "chunked-cross-entropy", "activation-offload", "adamw"]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
@@ -135,7 +138,7 @@ def test_under_pressure_it_fits_and_nothing_fitting_is_faster(unlimited) -> None
 
 
 def test_what_does_not_fit_is_told_the_least_that_would() -> None:
-    found = plan(TINY, device="a100", global_batch=4, seq_len=128, memory="1MiB", processes=1)
+    found = plan(TINY, device="a100", global_batch=4, seq_len=128, memory="100KiB", processes=1)
     assert found.chosen is None
     assert "needs" in found.explanation[0]
     assert any("weights alone" in line for line in found.explanation)
@@ -146,13 +149,13 @@ def test_what_does_not_fit_is_told_the_least_that_would() -> None:
 def test_the_mathematics_change_only_with_leave() -> None:
     names = {json.dumps(c.methods) for c in plan(TINY, device="a100", global_batch=4, seq_len=128, processes=1).pareto}
     assert not any("bf16" in n or "lora" in n for n in names)
-    allowed = plan(TINY, device="a100", global_batch=64, seq_len=256, allow=["bf16"], processes=1)
+    allowed = plan(TINY, device="a100", global_batch=64, seq_len=256, methods=DECIDED, allow=["bf16"], processes=1)
     assert any("bf16" in json.dumps(c.methods) for c in allowed.pareto)
 
 
 def test_a_precision_that_the_device_lacks_is_refused_with_the_reason() -> None:
-    found = plan(TINY, device="t4", global_batch=4, seq_len=128, allow=["bf16"], processes=1)
-    assert "no bf16 units" in found.rejected["bf16"]
+    found = plan(TINY, device="t4", global_batch=4, seq_len=128, methods=DECIDED, allow=["bf16"], processes=1)
+    assert "no bf16 units" in next(why for names, why in found.rejected.items() if "bf16" in names)
     with pytest.raises(InputError, match="no bf16 units"):
         estimate(TINY, device="t4", seq_len=128, methods=["bf16"])
 

@@ -43,7 +43,7 @@ def test_without_a_plan_accumulation_divides_the_batch(base_values: dict[str, An
 
 def test_what_cannot_be_planned_writes_nothing(base_values: dict[str, Any], tmp_path) -> None:
     target = tmp_path / "run"
-    small = {**base_values, "plan": "auto", "global_batch_size": 2, "plan_memory": "10KiB", "methods": FIXED,
+    small = {**base_values, "plan": "auto", "global_batch_size": 2, "plan_memory": "4KiB", "methods": FIXED,
              "output_dir": str(target)}  # fmt: skip
     with pytest.raises(InputError, match="Nothing fits"):
         train(parse_config(small))

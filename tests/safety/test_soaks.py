@@ -82,9 +82,9 @@ def test_kills(tmp_path: Path) -> None:
         ("oom", "places", 20, "equal"),
         ("nan", "places", 10, "good"),
         ("malformed", "refused_with_one_message", 300, "refused_with_one_message"),
-        ("disk", "faults", 40, "good"),
+        ("disk", "faults", 80, "good"),
         ("pressure", "limits", 3, "equal"),
-        ("kills", "kills", 80, "resumed_bit_exactly"),
+        ("kills", "kills", 200, "resumed_bit_exactly"),
     ],
 )
 def test_the_committed_tables_are_whole_and_good(name: str, count: str, least: int, good: str) -> None:

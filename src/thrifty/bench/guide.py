@@ -86,13 +86,12 @@ class GuideSession(Session):
 
     def _losses(self) -> None:
         """In place of losses, which random data does not have: what the planner predicts."""
-        device = self.device()
         for arm in self.arms:
             for where in ("here", "published"):
                 key = f"predicted-{where}/{arm.id}"
                 if key not in self.state.notes and arm.id not in self.reasons:
                     self.progress.begin(f"prediction of {arm.id}", None)
-                    self.state.note(key, self._predict(arm, where, device))
+                    self.state.note(key, self._predict(arm, where))
 
     def device(self) -> str:
         """The planner's profile of this machine."""
@@ -102,7 +101,7 @@ class GuideSession(Session):
 
         return detect_id(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
 
-    def _predict(self, arm: Arm, where: str, device: str) -> dict[str, Any]:
+    def _predict(self, arm: Arm, where: str) -> dict[str, Any]:
         from thrifty.config import parse_config
         from thrifty.planner.plan import estimate
         from thrifty.planner.workload import make_workload, workload_from_run
@@ -121,7 +120,7 @@ class GuideSession(Session):
                     methods=arm.methods, attn_implementation=published["attn_implementation"], **own,
                 )  # fmt: skip
             found = estimate(
-                workload, device=device if where == "here" else published["device"], micro_batch=micro,
+                workload, device=self.device() if where == "here" else published["device"], micro_batch=micro,
                 accumulation=accumulation,
             )  # fmt: skip
         except InputError as error:
@@ -221,7 +220,9 @@ def _rate(found: Mapping[str, Any]) -> str:
 
 
 def _mb(value: Any) -> str:
-    return tables.DASH if value is None else f"{value / 1e6:,.0f} MB"
+    if value is None:
+        return tables.DASH
+    return f"{value / 1e6:,.0f} MB" if value >= 1e8 else f"{value / 1e6:.1f} MB"
 
 
 def notes(result: Mapping[str, Any]) -> list[str]:
@@ -280,7 +281,6 @@ def run(
     overrides: Sequence[str] = (),
     *,
     minutes: float = 10.0,
-    steps: int | None = None,
     rounds: int | None = None,
     threads: int | None = None,
     **common: Any,
@@ -298,7 +298,6 @@ def run(
         raise InputError("are fixed by the guide", key="methods", value=own, fix="thrifty bench --methods ...")
     options = Options(
         run=content_, name=f"guide-{shape}", minutes=minutes, rounds=rounds, threads=threads, quality=False,
-        more={"steps": steps},
     )  # fmt: skip
 
     def start(folder: Path, fresh: bool, method: StartMethod | None) -> Session:

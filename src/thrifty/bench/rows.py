@@ -126,6 +126,7 @@ class Tables:
     rows: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     _sum: list[MethodItem] = field(default_factory=list)
+    _sections: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for table in self.tables:
@@ -138,8 +139,7 @@ class Tables:
     def build(self) -> Iterator[tuple[Arm, Row]]:
         """Yields each new arm with its first row; the caller probes it and calls `settle` before going on."""
         for item in self.techniques:
-            new = 2 if self._sum and self.only is None else 1  # alone, and on top of the others
-            if self.most is not None and len(self.arms) + new > self.most:
+            if self.most is not None and not self._has_room(item, self.most):
                 self.left_out.append(name_of(item))
                 continue
             label = label_of(item)
@@ -164,11 +164,25 @@ class Tables:
                 elif row.arm is not None:
                     self._sum = list(arm.methods)
 
+    def _has_room(self, item: MethodItem, most: int) -> bool:
+        """Whether a technique that nobody asked for is measured: the few rows show one of each kind.
+
+        Left out are those of a section that has its choice already (another precision, another optimizer).
+        """
+        new = 2 if self._sum and self.only is None else 1  # alone, and on top of the others
+        spec = registry.get(name_of(item)).spec
+        return len(self.arms) + new <= most and spec.section not in self._sections
+
     def settle(self, arm: Arm, row: Row, reason: str | None) -> None:
         """Says what became of an arm's probe: it runs, or the reason why it does not."""
         if reason is None:
             self.arms.append(arm)
             row.arm = arm.id
+            self._sections |= {
+                registry.get(name_of(item)).spec.section
+                for item in arm.methods
+                if registry.get(name_of(item)).spec.claims
+            }
         else:
             row.reason = reason
 

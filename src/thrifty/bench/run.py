@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -105,8 +106,12 @@ def carry_out(
         The exit code: 1 where a measurement crashed, 130 where it was interrupted.
     """
     folder = Path(output or f"runs/bench-{options.name}-{fingerprint(options.settings())[:6]}").expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise InputError("is not a folder", key="--output", value=str(folder), fix="choose another path")
+    # Before minutes of measuring, not after them.
+    for option, place in (("--output", folder), ("--publish", publish_to), ("--html", html and Path(html).parent)):
+        if place:
+            _make_folder(option, Path(place).expanduser())
+    if html is not None and Path(html).is_dir():
+        raise InputError("is a folder", key="--html", value=html, fix="the path of a file")
     session = start(folder, fresh, method)
     if session.state.resumed:
         print(f"going on with what {folder} holds; --fresh measures anew", file=sys.stderr)
@@ -116,7 +121,6 @@ def carry_out(
     write_atomic(folder / TABLE_FILE, as_markdown(result))
     write_atomic(folder / PAGE_FILE, as_page(result))
     if html is not None:
-        Path(html).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(html, as_page(result))
     print({"json": lambda: to_json(result, indent=1), "markdown": lambda: as_markdown(result)}.get(
         form, lambda: as_text(result))(), flush=True)  # fmt: skip
@@ -129,3 +133,14 @@ def carry_out(
     for line in crashed:
         print(f"crashed: {line}", file=sys.stderr)
     return FAULT if crashed else 0
+
+
+def _make_folder(option: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot be a folder ({error.strerror})", key=option, value=str(folder), fix="choose another path"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise InputError("cannot be written to", key=option, value=str(folder), fix="choose another path")

@@ -25,6 +25,7 @@ VERBS = (
     "bench",
     "compare",
     "methods",
+    "recipes",
     "plan",
     "estimate",
     "size",

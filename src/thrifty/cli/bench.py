@@ -51,6 +51,12 @@ def bench(
         raise InputError("excludes --guide", key="--evidence", value=evidence, fix="keep one")
     if (guide or evidence is not None) and path is not None:
         raise InputError("goes with neither --guide nor --evidence", key="CONFIG", value=path, fix="leave it out")
+    fixed = {"--methods": methods, "--only": only, "--steps": steps}
+    fixed |= {"--seeds": seeds} if guide else {"--rounds": rounds}
+    for option, value in fixed.items():
+        if value is not None and (guide or evidence is not None):
+            where = "by the guide" if guide else "in the evidence file"
+            raise InputError(f"is fixed {where}", key=option, value=value, fix="leave it out")
     if json and markdown:
         raise InputError("excludes --markdown", key="--json", fix="keep one")
     form = "json" if json else "markdown" if markdown else "text"
@@ -58,7 +64,7 @@ def bench(
     if evidence is not None:
         code = run.evidence(evidence, overrides, seeds=seeds, threads=threads, **common)
     elif guide:
-        code = run.guide(overrides, minutes=minutes, steps=steps, rounds=rounds, threads=threads, **common)
+        code = run.guide(overrides, minutes=minutes, rounds=rounds, threads=threads, **common)
     else:
         chosen = None if methods is None else parse_methods(methods)
         code = run.bench(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from thrifty.planner.plan import Estimate, Search
 
 _LEAST_WEIGHTS = 8
+_REMEDY_SECONDS = 30.0
 _CATEGORY_WORDS = {
     "parameters": "the weights", "gradients": "the gradients", "optimizer": "the optimizer's state",
     "activations": "activations kept for the backward pass", "temporaries": "temporaries",
@@ -75,9 +77,12 @@ def _remedies(search: Search, least: int, allow: Sequence[str]) -> list[str]:
     # Below an eighth of the weights not even four bits for each would fit: no choice is worth a dry run.
     hopeless = search.limit() < one.bytes["parameters"] / _LEAST_WEIGHTS
     recipes = [] if hopeless else single_additions(workload.with_methods(list(base)), device.kind)
+    ends = time.monotonic() + _REMEDY_SECONDS
     for recipe in sorted(recipes, key=lambda r: not all(method.spec.exact for method in r)):
         if repr(recipe.to_config()) in tried:
             continue
+        if time.monotonic() > ends:
+            break
         added = next(method for method in recipe if method.name not in names)
         try:
             table = evaluator.table([structures_for(workload, [recipe], device)[0].compile()], division)

@@ -85,7 +85,7 @@ class StepTracer:
             self.model = model if meta else fakeify(model)
         if step.autocast is not None and step.fp32_outputs:
             _convert_outputs(self.model, step.autocast)
-        self._recorder = Recorder()
+        self._recorder, self._warm = Recorder(), False
         _follow(self.model, lambda: self._recorder)
         self.parameters = [
             (tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad) for p in self.model.parameters()
@@ -111,6 +111,11 @@ class StepTracer:
         random = contextlib.nullcontext() if cuda else _random_state(recorder)
         dialect = self._dialect()
         with self._mode(), real_masks(padded=step.padded), random, dialect.cache(), dialect:
+            if step.warm_up and not self._warm:
+                # The very first pass may differ from all others (a method measures it), so nobody records it.
+                self._run(Recorder(cuda=cuda), step.build_batch(batch, seq))
+                model.zero_grad(set_to_none=True)
+                self._warm = True
             if step.warm_up:
                 inputs = step.build_batch(batch, seq)
                 with recorder:

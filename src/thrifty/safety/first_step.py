@@ -37,7 +37,7 @@ def check_start(trainer: SafeRunning) -> None:
         fp16=bool(args.fp16) and not scaled_on_cpu,
         bf16=bool(args.bf16),
         device=args.device,
-        compensated=bool(getattr(optimizer, "kahan", False)),
+        compensated=bool(getattr(optimizer, "kahan", False) or getattr(optimizer, "keeps_low_bits", False)),
     )
     tokens = batches and "input_ids" in batches[0] and batches[0]["labels"].dim() > 1
     if tokens:

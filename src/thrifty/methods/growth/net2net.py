@@ -15,17 +15,15 @@ Source: Chen, Goodfellow and Shlens, "Net2Net: Accelerating Learning via Knowled
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from thrifty.architecture import branch_outputs, is_post_norm, main_blocks, norm_names
 from thrifty.method import NotApplicable, Paper, register
-from thrifty.methods.growth._grow import BEFORE, CONFLICTS, GrowOnce, ParameterMap, build, fill
+from thrifty.methods.growth._grow import BEFORE, CONFLICTS, GrowOnce, ParameterMap, fill
 from thrifty.methods.growth._width import expand, growing_axes, is_tied, last_norm, narrowed, unit_maps
-
-__all__ = ["Net2Net", "build", "narrowed", "net2net"]
 
 
 @torch.no_grad()
@@ -86,6 +84,8 @@ class Net2Net(GrowOnce):
     noise: float = 0.1
     """Of the copies' outgoing weights, relative to their standard deviation; it cancels in their sum."""
 
+    _post_norm: bool = field(default=False, init=False, repr=False)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise < 0:
@@ -106,8 +106,6 @@ class Net2Net(GrowOnce):
 
     def layers_at_start(self, depth: int) -> int:
         return self.start_layers or (depth if self._post_norm else max(1, depth // 2))
-
-    _post_norm: bool = False
 
     def prepare_model(self, model: torch.nn.Module, ctx: Any) -> torch.nn.Module:
         block = main_blocks(model, self.name).layers[0]

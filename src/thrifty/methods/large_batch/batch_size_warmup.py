@@ -41,7 +41,7 @@ def steps_for(total_samples: int, start: int, full: int, increment: int, ramp_sa
     """Optimizer steps in which at least `total_samples` samples are seen.
 
     >>> steps_for(300 + 64, 16, 64, 16, 300)
-    15
+    13
     """
     seen = steps = 0
     while seen < min(total_samples, ramp_samples):

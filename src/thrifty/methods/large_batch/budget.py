@@ -247,7 +247,9 @@ class Budget(Method):
             raise InputError(
                 f"the checkpoint counted {state['unit']}", key="methods.budget", value=self.unit, fix="keep the unit"
             )
-        self.meter.used, self.meter.step_cost = state["used"], state["step_cost"]
+        # Going back to an earlier checkpoint brings tokens back, but no time.
+        spent = self.meter.used if self.unit == "minutes" else 0.0
+        self.meter.used, self.meter.step_cost = max(state["used"], spent), state["step_cost"]
 
 
 def _value(setting: Any) -> str:

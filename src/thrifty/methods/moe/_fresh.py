@@ -74,7 +74,7 @@ class FreshMixture(Mixture):
             router_std=self.router_std(self._settings["width"]),
             planning=ctx.planning,
         )
-        self.follow(layers, self._settings["experts"], ctx)
+        self.follow(model, layers, self._settings["experts"], ctx)
         return model
 
     def save_files(self, model: nn.Module, folder: str, ctx: Any) -> None:

@@ -89,7 +89,7 @@ class MoeFeedForward(nn.Module):
         valid = self.routing.valid(tokens) if self.routing is not None and self.training else None
         logits, probabilities, chosen, weights, wanted, kept = self.route(tokens, valid)
         if self.routing is not None:
-            self.routing.record(self, valid, logits, probabilities, chosen, wanted, kept)
+            self.routing.record(valid, logits, probabilities, chosen, wanted, kept)
         weights = weights * kept
         out = torch.zeros_like(tokens)
         if self.planned:

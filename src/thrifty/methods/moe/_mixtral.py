@@ -69,8 +69,8 @@ class RecordMixtral:
 
     def __call__(self, module: Any, inputs: Any, output: Any) -> None:
         logits, _, chosen = output
-        valid = self.routing.valid(logits)
+        valid = self.routing.valid(logits) if module.training else None
         wanted = torch.ones_like(chosen, dtype=torch.bool)
         wanted = wanted if valid is None else wanted & valid[:, None]
         logits = logits.float()
-        self.routing.record(module, valid, logits, logits.softmax(dim=-1), chosen, wanted, wanted)
+        self.routing.record(valid, logits, logits.softmax(dim=-1), chosen, wanted, wanted)

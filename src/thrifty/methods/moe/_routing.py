@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from thrifty import _hf
 from thrifty.method import Method, NotApplicable
 
 CONFLICTS = {
@@ -58,15 +59,13 @@ class Routing:
     """Between a method and its layers: which tokens are padding, and what was routed where.
 
     Args:
-        layers: The layers, in order.
-        experts: Experts of each layer.
+        experts: Experts of each layer, in order.
     """
 
-    def __init__(self, layers: list[nn.Module], experts: list[int]) -> None:
+    def __init__(self, experts: list[int]) -> None:
         self.mask: Tensor | None = None
         self.recording = False
         self.routes: list[Route] = []
-        self.index = {id(layer): index for index, layer in enumerate(layers)}
         self.load = [torch.zeros(count, dtype=torch.float64) for count in experts]
         self.dropped = [torch.zeros(2, dtype=torch.float64) for _ in experts]
 
@@ -80,7 +79,7 @@ class Routing:
             return None
         return mask.reshape(-1).bool()
 
-    def record(self, layer: nn.Module, valid: Any, logits: Any, probabilities: Any, chosen: Any, *kept: Any) -> None:
+    def record(self, valid: Any, logits: Any, probabilities: Any, chosen: Any, *kept: Any) -> None:
         """Called by a layer in its forward pass; does nothing while a checkpointed block is recomputed."""
         if not self.recording:
             return
@@ -131,17 +130,17 @@ class Mixture(Method):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} must not be negative, got {getattr(self, key)}")
 
-    def follow(self, layers: list[Any], experts: list[int], ctx: Any) -> None:
-        """Connects the layers."""
+    def follow(self, model: Any, layers: list[Any], experts: list[int], ctx: Any) -> None:
+        """Connects the layers of a model."""
         self._ctx = ctx
-        self.routing = Routing(layers, experts)
+        # On the model too: a dry run prepares several, and comes back to earlier ones.
+        self.routing = model.moe_routing = Routing(experts)
         for layer in layers:
             layer.routing = self.routing
 
     def wrap_loss(self, compute_loss: Callable[..., Any], ctx: Any) -> Callable[..., Any]:
         def with_routers(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            routing = self.routing
-            assert routing is not None
+            routing = _hf.unwrap_container(model).moe_routing
             routing.mask, routing.recording, routing.routes = inputs.get("attention_mask"), True, []
             share = self._share(inputs, num_items_in_batch, ctx)
             try:

@@ -83,7 +83,7 @@ class MoeUpcycle(Mixture):
             model, "moe-upcycle", sparse=sparse, experts=[self.experts] * len(sparse), k=self.k, renormalise=True
         )
         layers = to_experts(model, self._settings, copies=True, router_std=ROUTER_STD, planning=ctx.planning)
-        self.follow(layers, self._settings["experts"], ctx)
+        self.follow(model, layers, self._settings["experts"], ctx)
         return model
 
     def _as_mixtral(self, model: Any, ctx: Any) -> nn.Module:
@@ -92,7 +92,7 @@ class MoeUpcycle(Mixture):
         if ctx.planning:
             plan_mixtral(mixtral)
         gates = [layer.mlp.gate for layer in mixtral.model.layers]
-        self.follow(gates, [self.experts] * len(gates), ctx)
+        self.follow(mixtral, gates, [self.experts] * len(gates), ctx)
         assert self.routing is not None
         for gate in gates:
             gate.register_forward_hook(RecordMixtral(self.routing))

@@ -44,6 +44,8 @@ class HostAdamW(torch.optim.Optimizer):
             t + 1 and takes effect after it. None: never.
     """
 
+    keeps_low_bits = True  # of 16-bit weights, in float32 masters
+
     def __init__(
         self,
         params: Iterable[Any],

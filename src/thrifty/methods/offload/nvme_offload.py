@@ -58,6 +58,8 @@ class DiskAdamW(torch.optim.Optimizer):
         piece: Elements that are in memory at a time, twice; a larger parameter is a piece of its own.
     """
 
+    keeps_low_bits = True  # of 16-bit weights, in float32 masters
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -32,7 +32,6 @@ from thrifty.methods.optimizers._quantised import Codec, QuantisedAdamW, quantis
     micro_batch_invariant=False,
     claims=("optimizer",),
     preset={"min_size": 16},
-    choices={"allow": [{}]},
 )
 @dataclass(kw_only=True)
 class AdamW4bit(Method):

@@ -11,18 +11,20 @@ Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Network
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thrifty.method import Method, Paper, register
+from thrifty.methods.optimizers._adam import ByParameter
 from thrifty.methods.optimizers._groups import refuse_sharding
 from thrifty.methods.optimizers._trust_ratio import adapted_groups
 
 
-class LarsOptimizer(torch.optim.Optimizer):
+class LarsOptimizer(ByParameter):
     """LARS as in the paper: the learning rate is inside the momentum buffer.
 
     Args:
@@ -44,24 +46,16 @@ class LarsOptimizer(torch.optim.Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "trust": trust, "weight_decay": weight_decay, "adapt": True}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            decay = group["weight_decay"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                rate: Any = group["lr"]
-                if group["adapt"]:
-                    w, g = p.norm(), p.grad.norm()
-                    local = group["trust"] * w / (g + decay * w)
-                    rate = rate * torch.where((w > 0) & (g > 0), local, torch.ones_like(w))
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.mul_(group["momentum"]).add_(rate * (p.grad + decay * p))
-                p.sub_(buffer)
-        return loss
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
+        rate: Any = group["lr"]
+        decay = group["weight_decay"]
+        if group["adapt"]:
+            w, g = p.norm(), gradient.norm()
+            local = group["trust"] * w / (g + decay * w)
+            rate = rate * torch.where((w > 0) & (g > 0), local, torch.ones_like(w))
+        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        buffer.mul_(group["momentum"]).add_(rate * (gradient + decay * p))
+        p.sub_(buffer)
 
 
 @register(

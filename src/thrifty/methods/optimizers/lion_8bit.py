@@ -41,7 +41,6 @@ from thrifty.methods.optimizers._quantised import (
     preset={"min_size": 16},
     library="bitsandbytes",
     extra="quant",
-    choices={"allow": [{}]},
 )
 @dataclass(kw_only=True)
 class Lion8bit(Method):

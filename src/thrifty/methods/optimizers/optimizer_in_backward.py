@@ -156,7 +156,8 @@ class OptimizerInBackward(Method):
         self._hook(kw["optimizer"])
 
     def on_replace(self, model: nn.Module, parameter_map: Any, ctx: Any) -> None:
-        self._hook(ctx.optimizer)
+        if ctx.optimizer is not None:  # before training there is none yet
+            self._hook(ctx.optimizer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         if self.stepper is not None:

@@ -29,7 +29,7 @@ from thrifty.methods.optimizers._groups import matrix_sides, refuse_sharding, vo
 Grafting = Literal["adam", "none"]
 
 
-def inverse_root(matrix: Tensor, power: int, eps: float = 1e-12) -> Tensor:
+def inverse_root(matrix: Tensor, power: int, eps: float = 1e-6) -> Tensor:
     """matrix^(-1/power) of a symmetric positive semi-definite matrix, by eigenvectors in float64.
 
     Args:
@@ -72,7 +72,7 @@ class ShampooOptimizer(ByParameter):
         every: int = 10,
         max_dimension: int = 8192,
         grafting: Grafting = "adam",
-        root_eps: float = 1e-12,
+        root_eps: float = 1e-6,
     ) -> None:
         self.every, self.max_dimension, self.grafting, self.root_eps = every, max_dimension, grafting, root_eps
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "vocabulary": False}
@@ -135,8 +135,8 @@ class Shampoo(Method):
     """Longer sides of a matrix are not preconditioned."""
     grafting: Grafting = "adam"
     """adam: steps have the length of Adam's; none: they are left as they are."""
-    root_eps: float = 1e-12
-    """Smallest eigenvalue of a preconditioner, relative to its largest."""
+    root_eps: float = 1e-6
+    """Smallest eigenvalue of a preconditioner, relative to its largest: what is below is rounding of its sums."""
 
     def __post_init__(self) -> None:
         for key in ("every", "max_dimension"):

@@ -8,7 +8,8 @@ Does not help: fine-tuning of small models, where the decompositions take longer
 Costs: for a matrix of m x n: 2 m^2 + 2 n^2 numbers, besides Adam's two states.
 Limits: needs whole matrices. The vocabulary side of embeddings and heads, and sides longer than `max_dimension`,
 keep their own basis; vectors are trained with AdamW. The first step only finds the basis, as in the paper; in float64,
-later ones in float32.
+later ones in float32. Where gradients have fewer directions than a matrix has sides (very small batches), the basis
+of the others is rounding, and two runs that differ in a last bit go their own ways.
 Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", ICLR 2025.
 """
 
@@ -116,8 +117,9 @@ class SoapOptimizer(ByParameter):
     section="optimizers",
     sources=[Paper("Vyas et al.", 2024, "arXiv:2409.11321")],
     exact=False,
-    # A basis of nearly equal eigenvalues turns with the last bits of a gradient.
+    # A basis of nearly equal eigenvalues turns with the last bits of a gradient, and Adam's step with it.
     micro_batch_invariant=False,
+    processes=False,
     claims=("optimizer",),
     preset={"every": 2},
     conflicts_with={"lora": "adapters are thin factors, whose rotated step is not that of the weight"},

@@ -44,7 +44,14 @@ def to_bf16(model: nn.Module) -> int:
             count += 1
     if hasattr(model, "config"):
         model.config.dtype = torch.bfloat16  # type: ignore[union-attr]
+    model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
     return count
+
+
+def _cast_inputs(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Images and features come in float32, and not every model casts them to the type of its weights."""
+    inputs = ("pixel_values", "input_features", "input_values")
+    return args, {k: v.to(torch.bfloat16) if k in inputs and v is not None else v for k, v in kwargs.items()}
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -77,7 +84,7 @@ class PreciseUpdates:
         self._inside = False
         self._saved: dict[str, Any] = {}
         mark: Any = optimizer
-        mark.kahan = True  # as optimizers say that do this themselves
+        mark.keeps_low_bits = True  # as optimizers say that do this themselves
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -173,7 +180,10 @@ def _pieces(parameters: list[Tensor]) -> Iterator[list[int]]:
     exact=False,
     micro_batch_invariant=False,
     claims=("precision",),
-    conflicts_with={"schedule-free": "it counts its steps for all parameters together"},
+    conflicts_with={
+        "schedule-free": "it counts its steps for all parameters together",
+        "apollo": "it numbers its parameters, and updates are computed on copies of them",
+    },
     choices={"allow": [{}]},
     bench_order=12,
 )
@@ -205,7 +215,15 @@ class BF16Pure(Method):
             raise NotApplicable("bf16-pure: the model has no parameters that could be bfloat16", fix="remove it")
         return model
 
+    def finish(self, model: nn.Module, ctx: Any) -> nn.Module:
+        for key, hook in list(model._forward_pre_hooks.items()):
+            if hook is _cast_inputs:
+                del model._forward_pre_hooks[key]
+                model._forward_pre_hooks_with_kwargs.pop(key, None)
+        return model
+
     def adjust_optimizer(self, optimizer: torch.optim.Optimizer, ctx: Any) -> None:
-        # An optimizer that compensates bfloat16 weights itself is left alone.
-        if self.rounding != "nearest" and not getattr(optimizer, "kahan", False):
+        # An optimizer that compensates bfloat16 weights itself, or has float32 copies, is left alone.
+        alone = getattr(optimizer, "kahan", False) or getattr(optimizer, "keeps_low_bits", False)
+        if self.rounding != "nearest" and not alone:
             PreciseUpdates(optimizer, self.rounding, seed=ctx.args.seed)

@@ -363,7 +363,8 @@ class EarlyBird(Method):
         searching = any("slimming" in module._parameters for pair in self.slimming.outputs(model) for module in pair)
         if not searching:
             # Already cut: the checkpoint may be of another ticket, or of the time before it.
-            model = type(model)(copy.deepcopy(self._config)).to(ctx.device)
+            build: Any = type(model)
+            model = build(copy.deepcopy(self._config)).to(ctx.device)
             self.slimming, self.plain = Slimming(model), False
         if self.keep:
             for pair in self.slimming.outputs(model):
