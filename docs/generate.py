@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import measured
 import tables
-
 from thrifty.cli.methods import settings_of
 from thrifty.method import Method, card_of, registry
 
@@ -21,13 +21,22 @@ def pages() -> dict[Path, str]:
     made = {ROOT / "docs/methods" / f"{name}.md": method_page(registry.get(name)) for name in registry.names()}
     made[ROOT / "docs/methods/index.md"] = "# The methods\n\n" + table(prefix="") + "\n"
     readme = ROOT / "README.md"
-    made[readme] = MARKS.sub(lambda m: m[1] + table(prefix="docs/methods/") + "\n" + m[2], readme.read_text("utf-8"))
-    made |= tables.result_pages()
+    made[readme] = MARKS.sub(lambda m: m[1] + overview("docs/methods/") + "\n" + m[2], readme.read_text("utf-8"))
+    made |= tables.result_pages() | measured.pages()
     for page in [readme, *sorted((ROOT / "docs").rglob("*.md"))]:
         text = made.get(page) or page.read_text("utf-8")
         if tables.MARKS.search(text):
             made[page] = tables.filled(text)
     return made
+
+
+def overview(prefix: str) -> str:
+    """The names of all methods, a row for each section."""
+    sections: dict[str, list[str]] = {}
+    for name in registry.names():
+        sections.setdefault(registry.get(name).spec.section, []).append(f"[`{name}`]({prefix}{name}.md)")
+    rows = [f"| {section.replace('_', ' ')} | {', '.join(names)} |" for section, names in sections.items()]
+    return "\n".join(["| section | methods |", "|---|---|", *rows])
 
 
 def table(prefix: str) -> str:

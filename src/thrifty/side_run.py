@@ -28,7 +28,17 @@ def side_run(
     from thrifty.trainer import Trainer
 
     assert ctx.data is not None
-    folder = ctx.cache_path("side-run", name, max_steps, ctx.args.seed, dict(arguments), dataset_fingerprint(dataset))
+    decisive: dict[str, Any] = {
+        "per_device_train_batch_size": ctx.args.per_device_train_batch_size,
+        "gradient_accumulation_steps": ctx.args.gradient_accumulation_steps,
+        "learning_rate": ctx.args.learning_rate,
+        # The run's own precision: accelerate has one state a process, and would refuse another one afterwards.
+        "bf16": ctx.args.bf16,
+        "fp16": ctx.args.fp16,
+        "seed": ctx.args.seed,
+        **arguments,
+    }
+    folder = ctx.cache_path("side-run", name, max_steps, decisive, dataset_fingerprint(dataset))
     transformers.set_seed(ctx.args.seed)
     model = build()
     weights = folder / "model.safetensors"
@@ -36,20 +46,14 @@ def side_run(
         load_model(model, weights, device="cpu")
         return model.to(ctx.device).eval()
     defaults: dict[str, Any] = {
-        "per_device_train_batch_size": ctx.args.per_device_train_batch_size,
-        "learning_rate": ctx.args.learning_rate,
         "use_cpu": ctx.args.use_cpu,
-        # The run's own precision: accelerate has one state a process, and would refuse another one afterwards.
-        "bf16": ctx.args.bf16,
-        "fp16": ctx.args.fp16,
-        "seed": ctx.args.seed,
         "save_steps": max(1, max_steps // 4),
         "save_total_limit": 1,
         "report_to": [],
         "disable_tqdm": True,
     }
     args = transformers.TrainingArguments(
-        output_dir=str(folder / "run"), max_steps=max_steps, **{**defaults, **arguments}
+        output_dir=str(folder / "run"), max_steps=max_steps, **{**defaults, **decisive}
     )
     trainer = Trainer(model, args, train_dataset=dataset, data_collator=ctx.data.data_collator)
     unfinished = any((folder / "run").glob("checkpoint-*"))

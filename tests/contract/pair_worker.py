@@ -18,13 +18,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
+import thrifty
 import tiny
 from faults import exhaust
+from streams import Stateful
 
 
 def work(job: dict) -> dict:
     build = tiny.BY_TASK[job["task"]] if "task" in job else tiny.FAMILIES[job.get("family", "llama")]
-    run = tiny.trainer(job["folder"], job["methods"], build(layers=2), **job["arguments"])
+    if "stream" in job:
+        run: Any = thrifty.Trainer(
+            build(layers=2, dropout=0.1),
+            tiny.arguments(job["folder"], **job["arguments"]),
+            train_dataset=Stateful(job["stream"]),
+            data_collator=tiny.collate_text,
+        )
+    else:
+        run = tiny.trainer(job["folder"], job["methods"], build(layers=2), **job["arguments"])
     seen: list[list[int]] = []
     original = run.get_batch_samples
 

@@ -86,6 +86,26 @@ def test_another_process_count_goes_on_after_the_same_samples(tmp_path, pair, be
     tiny.assert_same(second[2], first[2], atol=2e-6)
 
 
+def test_an_iterable_set_goes_on_on_both_processes(tmp_path, pair):
+    """Each process reads the stream and takes its share (12 samples, 2 x 2 a step: 3 steps a pass)."""
+    settings = {"max_steps": 8, "accelerator_config": {"dispatch_batches": False}}
+    job = {"methods": [], "stream": 12, "out": str(tmp_path / "w")}
+    saving = {**settings, "save_strategy": "steps", "save_steps": 1}
+    full = pair.run(**job, folder=str(tmp_path / "full"), arguments=saving)
+    expected = torch.load(tmp_path / "w", weights_only=True)
+    for step in (2, 3, 5):
+        again = pair.run(
+            **job,
+            folder=str(tmp_path / "again"),
+            arguments=settings,
+            resume=str(tmp_path / "full" / f"checkpoint-{step}"),
+        )
+        steps = [pieces for pieces in again["seen"] if pieces != [[], []]]
+        assert steps == [pieces for pieces in full["seen"] if pieces != [[], []]][step:]
+        assert again["losses"] == full["losses"]
+        tiny.assert_same(torch.load(tmp_path / "w", weights_only=True), expected)
+
+
 def test_an_exchange_that_had_begun_is_an_error_that_says_what_to_do(tmp_path):
     """In this process alone, as the processor of such a pair would have to be killed: two are claimed, one is there."""
     from thrifty.safety.oom import MicroBatcher

@@ -2,64 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 import thrifty
 import tiny
+from streams import COUNT, Sized, Stateful, Stream
 from thrifty.errors import InputError, NotApplicable
 from thrifty.safety.iterable import DATA_STATE, why_no_state
-
-COUNT = 11  # with 2 a batch the last batch of a pass is smaller
-
-
-class Stream(IterableDataset):
-    """Samples in an order that depends on the pass; counts what is read."""
-
-    def __init__(self) -> None:
-        self.epoch, self.read = 0, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def order(self) -> list[int]:
-        return torch.randperm(COUNT, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in self.order():
-            self.read += 1
-            yield tiny.text_samples()[index]
-
-
-class Stateful(Stream):
-    """The same with a position. Its state is handed out live, as careless implementations do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = {"next": 0}
-        self.start = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        start, self.start = self.start, 0
-        for place in range(start, COUNT):
-            self.read += 1
-            self.state["next"] = place + 1
-            yield tiny.text_samples()[self.order()[place]]
-
-    def state_dict(self) -> dict[str, int]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["next"]
-
-
-class Sized(Stateful):
-    def __len__(self) -> int:
-        return COUNT
 
 
 def hub(shuffled: bool = False) -> Any:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import IterableDataset
 
@@ -102,7 +103,7 @@ class IterableStream:
     def _advance(self) -> None:
         """Takes the state that belongs to the batch given out now; later ones were read ahead."""
         whole_batches = self._dispatched and not self.loader.split_batches
-        for _ in range(self.loader.state.num_processes if whole_batches else 1):
+        for _ in range(self._processes() if whole_batches else 1):
             if self._noted:
                 self.position = self._noted.popleft()
 
@@ -126,6 +127,14 @@ class IterableStream:
             self._report(
                 f"the data set is read again up to sample {saved['samples']} of pass {saved['epoch'] + 1}: {why}"
             )
+        elif self.whole and self._processes() > 1 and not saved["finished"]:
+            self._report(
+                "where the last batch of this pass is too small for all processes, it is filled up with other samples "
+                "than in an unbroken run"
+            )
+
+    def _processes(self) -> int:
+        return PartialState().num_processes
 
 
 def why_no_state(dataset: Any, *, workers: int) -> str | None:

@@ -47,17 +47,19 @@ def quantize(x: Tensor, bits: int, *, size: int = 256, generator: torch.Generato
         generator: Of the random numbers, on the device of `x`.
     """
     levels, n = 2**bits - 1, x.numel()
-    missing = -n % size
-    padded = torch.cat([x, x[-1:].expand(missing)]) if missing else x
-    values = padded.float().view(-1, size)
-    low = _round(values.amin(1), -1)
+    # The same operations whatever the number of values, so that a dry run can extrapolate.
+    codes = torch.empty(-(-n // size) * size, dtype=torch.float32, device=x.device)
+    codes[:n].copy_(x)
+    codes[n:].copy_(x[-1])
+    codes = codes.view(-1, size)
+    low = _round(codes.amin(1), -1)
     # The range must hold every value, or the largest would be cut off and the mean with it.
-    step = _round((values.amax(1) - low.float()) / levels, 1)
+    step = _round((codes.amax(1) - low.float()) / levels, 1)
     safe = torch.where(step > 0, step, torch.ones_like(step)).float()
-    codes = torch.rand(values.shape, generator=generator, device=x.device)
-    codes.add_((values - low.float()[:, None]).div_(safe[:, None])).floor_().clamp_(0, levels)
+    codes.sub_(low.float()[:, None]).div_(safe[:, None])
+    codes.add_(torch.rand(codes.shape, generator=generator, device=x.device)).floor_().clamp_(0, levels)
     small = codes.to(torch.uint8).view(-1, 8 // bits)
-    del codes, values, padded
+    del codes
     data = small[:, 0].clone()
     for place in range(1, 8 // bits):
         data.bitwise_or_(small[:, place] << (place * bits))

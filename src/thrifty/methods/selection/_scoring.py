@@ -131,7 +131,9 @@ def stored_scores(
     The random state is left as it was, whether they were computed or not.
     """
     model = ctx.model
-    content = [name, settings, model_fingerprint(model), dataset_fingerprint(dataset), ctx.args.seed, 1]
+    args = ctx.args
+    training = [args.seed, args.learning_rate, args.train_batch_size * args.gradient_accumulation_steps, args.bf16]
+    content = [name, settings, model_fingerprint(model), dataset_fingerprint(dataset), training, ctx.total_steps]
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
     path = score_files.folder() / f"{name}-{digest}.parquet"
     if not path.exists():
