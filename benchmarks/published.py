@@ -1,12 +1,14 @@
 """Predicts published measurements of memory and throughput, and compares.
 
 Every row of `published.csv` that the planner can express is predicted from device facts alone: no constant anywhere was
-fitted to these rows. Rows that need a method which does not exist yet are listed as such. Two sources used software
-that differs from today's in ways that are known and are modelled, each applied to all rows of its source:
+fitted to these rows. Rows that need a method which does not exist yet are listed as such. Three sources differ from
+what a trainer does today by itself in ways that are documented and modelled, each applied to all rows of its source:
 
 - The single-GPU guide (2022) ran torch 1.x: `zero_grad` filled gradients with zeros and kept them, so that they exist
   from the start of each step as under accumulation (the default changed with torch 2.0: pytorch/pytorch#92731); and
   AdamW updated one parameter at a time.
+- torchtune's recipe for this model takes the fused AdamW and does not clip gradients (torchtune 0.6.1,
+  recipes/configs/llama3_2/3B_full.yaml).
 - LitGPT computes phi's activation in one kernel (`torch.nn.functional.gelu`, litgpt 0.5.0, model.py) where transformers
   takes several.
 
@@ -158,9 +160,12 @@ def workload_of(row: dict[str, str], *, adjusted: bool = True) -> Workload:
     config = resolve(MODELS.get(row["model"], row["model"]))
     if adjusted and row["source"].startswith("LitGPT") and config.hidden_act == "gelu_new":
         config.hidden_act = "gelu_pytorch_tanh"
+    optim, more = OPTIMS[row["optimizer"]], {}
+    if adjusted and row["source"].startswith("torchtune"):
+        optim, more = "adamw_torch_fused" if optim == "adamw_torch" else optim, {"max_grad_norm": 0.0}
     return make_workload(
         config, task=row["task"], seq_len=int(row["seq_len"]), dtype=dtype, methods=methods,
-        attn_implementation="eager" if row["attention"] == "eager" else "sdpa", optim=OPTIMS[row["optimizer"]],
+        attn_implementation="eager" if row["attention"] == "eager" else "sdpa", optim=optim, **more,
     )  # fmt: skip
 
 

@@ -75,6 +75,12 @@ def main_blocks(model: nn.Module, who: str) -> Blocks:
 
 def set_layers(model: nn.Module, blocks: Blocks, layers: Sequence[nn.Module]) -> None:
     """Gives the stack other blocks, and brings the configuration and the blocks' indices in line."""
+    if not hasattr(model.config, "num_hidden_layers"):
+        raise NotApplicable(
+            f"{type(model).__name__} is made of several stacks with configurations of their own, none of which can "
+            "change its number of blocks alone",
+            fix="use a model with one stack of blocks (Llama, GPT-2, BERT, ViT, ...)",
+        )
     setattr(blocks.parent, blocks.attribute, nn.ModuleList(layers))
     for index, layer in enumerate(layers):
         for module in layer.modules():

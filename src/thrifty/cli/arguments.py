@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 
@@ -32,6 +33,9 @@ def quiet() -> None:
     # The profiler notes each start and stop, and every block that is older than it.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # On import these name every kernel that is not for this machine.
+    for library in ("torchao", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def _is_override(word: str) -> bool:

@@ -110,6 +110,11 @@ class GrowOnce(Method):
         if any(not p.requires_grad for p in model.parameters()):
             raise NotApplicable(f"{self.name}: growth trains all weights, and some are frozen", fix="unfreeze them")
         depth = len(main_blocks(model, self.name))
+        if not all(hasattr(whole.config, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")):
+            raise NotApplicable(
+                f"{self.name}: {type(model).__name__} has no single hidden size and number of blocks to grow",
+                fix="use a model with one stack of blocks (Llama, GPT-2, BERT, ViT, ...)",
+            )
         layers = self.layers_at_start(depth)
         if layers > depth or (layers == depth and self.width == 1):
             raise NotApplicable(

@@ -148,6 +148,7 @@ def _rename(model: nn.Module, layers: Sequence[nn.Module], own: Sequence[int]) -
     sources=[Paper("Li et al.", 2022, "arXiv:2203.14509")],
     exact=False,
     claims=("growth", "layer-schedule", "length-schedule"),
+    conflicts_with={"section:peft": "adapters and prompts are of single blocks, and the search gives blocks away"},
     preset={"stages": 3, "search_steps": 1, "multiple_of": 2},
     runs_before=("section:initialization", "section:sparsity"),
 )

@@ -198,6 +198,7 @@ def expanded(model: nn.Module) -> dict[str, nn.Module]:
     conflicts_with={
         "section:initialization": "both decide how the layers start, and both change how the model is saved",
         "section:sparsity": "a mask belongs to a weight, and here weights are products",
+        "muon": "it orthogonalises the update of a layer's matrix, which here is a product of several",
         "section:peft": "adapters freeze the weights that the expansion trains",
     },
     preset={"rate": 1.5},

@@ -94,7 +94,8 @@ class FP16(Method):
         _skip_in_the_open(getattr(kw["optimizer"], "optimizer", kw["optimizer"]))
 
     def on_replace(self, model: nn.Module, parameter_map: Any, ctx: Any) -> None:
-        _skip_in_the_open(ctx.optimizer)
+        if ctx.optimizer is not None:  # before training there is none yet
+            _skip_in_the_open(ctx.optimizer)
 
 
 def _skip_in_the_open(optimizer: Any) -> None:

@@ -93,6 +93,11 @@ def task_of(ctx: Any, model: nn.Module) -> Any:
     return ctx.task
 
 
+def early_steps(ctx: Any, steps: int | None) -> int:
+    """Optimizer steps of an early model: as set, or a tenth of the run."""
+    return max(1, ctx.total_steps // 10) if steps is None else steps
+
+
 def early_model(ctx: Any, name: str, run: int, steps: int, dataset: Any, model: nn.Module) -> nn.Module:
     """A copy of the model after some steps on `dataset` in an order of its own, in eval mode, from the cache if it can.
 
@@ -133,7 +138,7 @@ def stored_scores(
     model = ctx.model
     args = ctx.args
     training = [args.seed, args.learning_rate, args.train_batch_size * args.gradient_accumulation_steps, args.bf16]
-    content = [name, settings, model_fingerprint(model), dataset_fingerprint(dataset), training, ctx.total_steps]
+    content = [name, settings, model_fingerprint(model), dataset_fingerprint(dataset), training]
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
     path = score_files.folder() / f"{name}-{digest}.parquet"
     if not path.exists():
@@ -184,7 +189,7 @@ class ScorePruning(Method):
         """Places of the `count` samples to keep."""
         return np.argsort(-values, kind="stable")[:count]
 
-    def scoring(self) -> dict[str, Any]:
+    def scoring(self, ctx: Any) -> dict[str, Any]:
         """The settings that decide the scores (not what is done with them)."""
         return {}
 
@@ -194,7 +199,7 @@ class ScorePruning(Method):
         if self.scores is not None:
             self.found = score_files.load(self.scores, key=f"methods.{self.name}.scores")
         else:
-            self.found = stored_scores(ctx, self.name, self.scoring(), dataset, lambda: self.compute(dataset, ctx))
+            self.found = stored_scores(ctx, self.name, self.scoring(ctx), dataset, lambda: self.compute(dataset, ctx))
         values = self.found.of(ids, key=f"methods.{self.name}.scores", value=self.scores)
         count = max(1, round(self.keep_ratio * len(ids)))
         places = np.sort(self.choose(values, count))

@@ -25,6 +25,7 @@ from thrifty.methods.selection._scoring import (
     ScorePruning,
     batches_of,
     early_model,
+    early_steps,
     logit_gradients,
     task_of,
 )
@@ -80,11 +81,11 @@ class El2n(ScorePruning):
         if not 0 <= self.skip_hardest < 1:
             raise ValueError(f"skip_hardest must be at least 0 and below 1, got {self.skip_hardest}")
 
-    def scoring(self) -> dict[str, Any]:
-        return {"steps": self.steps, "runs": self.runs}
+    def scoring(self, ctx: Any) -> dict[str, Any]:
+        return {"steps": early_steps(ctx, self.steps), "runs": self.runs}
 
     def compute(self, dataset: Any, ctx: Any) -> np.ndarray[Any, Any]:
-        steps = max(1, ctx.total_steps // 10) if self.steps is None else self.steps
+        steps = early_steps(ctx, self.steps)
         total = np.zeros(len(dataset))
         for run in range(self.runs):
             model = early_model(ctx, self.name, run, steps, dataset, ctx.model)

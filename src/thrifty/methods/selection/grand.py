@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.method import Batch, Paper, register
-from thrifty.methods.selection._scoring import ScorePruning, batches_of, early_model, task_of
+from thrifty.methods.selection._scoring import ScorePruning, batches_of, early_model, early_steps, task_of
 
 
 def gradient_norms(task: Any, model: nn.Module, batch: Batch, only: str = "") -> Tensor:
@@ -79,11 +79,11 @@ class GraNd(ScorePruning):
         if self.runs < 1:
             raise ValueError(f"runs must be at least 1, got {self.runs}")
 
-    def scoring(self) -> dict[str, Any]:
-        return {"steps": self.steps, "runs": self.runs, "only": self.only}
+    def scoring(self, ctx: Any) -> dict[str, Any]:
+        return {"steps": early_steps(ctx, self.steps), "runs": self.runs, "only": self.only}
 
     def compute(self, dataset: Any, ctx: Any) -> np.ndarray[Any, Any]:
-        steps = max(1, ctx.total_steps // 10) if self.steps is None else self.steps
+        steps = early_steps(ctx, self.steps)
         total = np.zeros(len(dataset))
         for run in range(self.runs):
             model = early_model(ctx, self.name, run, steps, dataset, ctx.model)

@@ -106,7 +106,7 @@ class Prototypes(ScorePruning):
         if self.steps < 0:
             raise ValueError(f"steps must not be negative, got {self.steps}")
 
-    def scoring(self) -> dict[str, Any]:
+    def scoring(self, ctx: Any) -> dict[str, Any]:
         return {"clusters": self.clusters, "steps": self.steps}
 
     def compute(self, dataset: Any, ctx: Any) -> np.ndarray[Any, Any]:

@@ -112,6 +112,7 @@ class TokenDropping(Method):
     blocks: ShortBlocks | None = field(default=None, init=False, repr=False)
     importance: TokenImportance | None = field(default=None, init=False, repr=False)
     logits: Tensor | None = field(default=None, init=False, repr=False)
+    handles: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.keep_ratio <= 1:
@@ -126,7 +127,7 @@ class TokenDropping(Method):
             self.blocks = ShortBlocks(model, short_stretch, self.name)
         else:
             self.blocks.attach(model)
-        model.register_forward_hook(self._note_logits)
+        self.handles.append(model.register_forward_hook(self._note_logits))
         if self.importance is None and not ctx.planning:
             self.importance = self._new_importance(config.vocab_size, ctx)
         return model
@@ -177,13 +178,20 @@ class TokenDropping(Method):
 
     def on_replace(self, model: nn.Module, parameter_map: Any, ctx: Any) -> None:
         assert self.blocks is not None
-        self.blocks.remove()
+        self._remove()
         self.blocks.attach(model)
+        self.handles.append(model.register_forward_hook(self._note_logits))
 
     def finish(self, model: nn.Module, ctx: Any) -> nn.Module:
+        self._remove()
+        return model
+
+    def _remove(self) -> None:
         assert self.blocks is not None
         self.blocks.remove()
-        return model
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {"table": self.importance.table.cpu()} if self.importance is not None else {}
