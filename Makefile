@@ -34,7 +34,10 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak/kill.py --kills 200 --out benchmarks/results/soak-kills.json
 
 bench: $(VENV)/.installed-dev
-	set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" $(ARGS); done
+	set -e; for script in published search_speed guard_overhead bench_can_tell regret; do \
+	  echo "$$script"; $(BIN)/python benchmarks/$$script.py; done
+	$(BIN)/thrifty bench --publish benchmarks/results $(ARGS)
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info

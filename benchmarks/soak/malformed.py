@@ -43,23 +43,29 @@ _ANY: st.SearchStrategy[Any] = st.one_of(
 )
 
 
-def key_cases(each: int) -> Iterator[Case]:
-    """`each` values of a wrong type for every key, and as many of the right type but absurd."""
+def key_cases(each: int, every: int = 1) -> Iterator[Case]:
+    """`each` values of a wrong type for every key (or every n-th), and as many of the right type but absurd."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     from thrifty.config.schema import LIMITS, all_keys
 
-    def fits(key: Any, value: Any) -> bool:
-        try:
-            TypeAdapter(key.annotation, config=ConfigDict(strict=True)).validate_python(value)
-        except ValidationError:
-            return False
-        return True
+    def checker(key: Any) -> Callable[[Any], bool]:
+        adapter = TypeAdapter(key.annotation, config=ConfigDict(strict=True))
 
-    for key in all_keys().values():
+        def fits(value: Any) -> bool:
+            try:
+                adapter.validate_python(value)
+            except ValidationError:
+                return False
+            return True
+
+        return fits
+
+    for key in list(all_keys().values())[::every]:
         if key.name in SKIPPED_KEYS:
             continue
-        wrong = drawn(_ANY.filter(lambda value, key=key: value is not None and not fits(key, value)), each)
+        fits = checker(key)
+        wrong = drawn(_ANY.filter(lambda value, fits=fits: value is not None and not fits(value)), each)
         for number, value in enumerate(wrong):
             yield config_case(f"{key.name}: wrong type {number}", {key.name: value})
         absurd = st.one_of(
@@ -69,7 +75,7 @@ def key_cases(each: int) -> Iterator[Case]:
             st.text(alphabet="~#/?*\x00é", min_size=1, max_size=8),
             st.dictionaries(st.sampled_from(["no-such-key", ""]), st.integers(), min_size=1, max_size=2),
             st.lists(st.sampled_from(["no-such-name", ""]), min_size=1, max_size=2),
-        ).filter(lambda value, key=key: fits(key, value))
+        ).filter(fits)
         try:
             values = drawn(absurd, each)
         except Exception:  # hypothesis: nothing of these shapes fits the key (a boolean, a choice)
@@ -100,10 +106,10 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
     return list(found.values())
 
 
-def all_cases(each: int = 2) -> list[Case]:
-    """Every case, in order."""
+def all_cases(each: int = 2, every: int = 1) -> list[Case]:
+    """Every case, in order; or every n-th, and cases of every n-th key."""
     by_hand = [record_case(*row) for row in RECORDS] + list(FILES) + [override_case(*row) for row in OVERRIDES]
-    return [*by_hand, *key_cases(each)]
+    return [*by_hand[::every], *key_cases(each, every)]
 
 
 def tree(folder: Path) -> dict[str, str]:

@@ -125,6 +125,17 @@ def test_a_killed_bench_goes_on_where_it_was(run: dict[str, Any], tmp_path: Path
     assert result_of(second)["arms"].keys() == result["arms"].keys()
 
 
+def test_an_unfinished_run_at_equal_seconds_is_not_replaced_by_another(run: dict[str, Any], tmp_path: Path) -> None:
+    runner = Simulated(pace)
+    session = Session(options(run), tmp_path, runner=runner)
+    session.run()
+    for key in [key for key in session.state.outcomes if key.startswith("loss-seconds/bf16/")]:
+        del session.state.outcomes[key]
+    arm = result_of(session)["arms"]["bf16"]
+    assert "loss_at_equal_tokens" in arm
+    assert "loss_at_equal_seconds" not in arm
+
+
 def test_an_interruption_while_probing_still_gives_a_result(run: dict[str, Any], tmp_path: Path) -> None:
     runner = Simulated(pace)
     runner.stop_after = 2

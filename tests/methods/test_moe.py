@@ -422,7 +422,7 @@ def test_a_named_teacher(tmp_path):
     methods = [{"moe-distill": {"teacher": str(tmp_path / "teacher")}}]
     run = tiny.trainer(tmp_path / "run", methods, tiny.llama(), max_steps=1)
     run.train()
-    assert type(run.recipe["moe-distill"]._teacher).__name__ == "MixtralForCausalLM"
+    assert type(run.model.moe_teacher.model).__name__ == "MixtralForCausalLM"
     with pytest.raises(NotApplicable, match="LlamaForCausalLM is no mixture"):
         tiny.trainer(tmp_path, ["moe-distill"], tiny.llama())
     with pytest.raises(InputError, match=r"methods\.moe-distill\.teacher.*no such folder"):

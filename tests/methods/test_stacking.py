@@ -112,9 +112,7 @@ def test_the_schedule_of_the_paper():
     cost = sum(phase.steps * int(phase.description.split()[0]) for phase in phases)
     assert cost == 3 * 50 + 6 * 70 + 12 * 280
     assert sum(phase.steps for phase in phases) == 400
-    for phase in phases:
-        assert phase.transform is not None
-        assert f"{len(_blocks(phase.transform(tiny.llama(12))))} layers" == phase.description
+    assert [phase.depth for phase in phases] == [3 / 12, 6 / 12, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -145,3 +145,19 @@ def test_phases_of_two_methods_are_crossed() -> None:
     merged = _crossed(first, second)
     assert [(p.steps, p.depth, p.length) for p in merged] == [(2, 0.5, 0.25), (3, 1.0, 0.25), (5, 1.0, 1.0)]
     assert math.isclose(sum(p.steps for p in merged), 10)
+
+
+def test_offloading_is_priced_and_the_host_is_told() -> None:
+    plain, moved, states = (
+        estimate("gpt2", task="causal-lm", seq_len=256, device="rtx4090", micro_batch=8, methods=methods)
+        for methods in ([], ["activation-offload"], ["optimizer-offload"])
+    )
+    assert plain.host_bytes == 0
+    assert moved.peak_allocated_bytes < 0.8 * plain.peak_allocated_bytes
+    # What left the device is on the host.
+    assert moved.host_bytes > plain.breakdown["activations"] - moved.breakdown["activations"]
+    # Every byte crosses the link twice, beside the computation of its pass.
+    assert moved.step_seconds > moved.host_bytes / get_device("rtx4090").host_bandwidth
+    assert states.breakdown["optimizer"] == 0
+    assert states.host_bytes == pytest.approx(12 * plain.parameters, rel=0.01)
+    assert states.step_seconds > plain.step_seconds + 8 * plain.parameters / get_device("rtx4090").host_bandwidth * 0.9

@@ -135,13 +135,11 @@ def _losses(session: Session, arm: str, base: str) -> dict[str, Any]:
     seeds = session.plan.seeds if session.plan else 0
     theirs = {seed: found for seed in range(seeds) if (found := _good(session, "loss-tokens", base, seed))}
     entry: dict[str, Any] = {"curves": []}
+    lengths = session.state.notes.get("lengths", {}).get(arm, {})
     for budget in ("tokens", "seconds"):
-        ours = {}
-        for seed in theirs:
-            # Where a row needs as many steps for equal tokens as for equal seconds, one run is both.
-            found = _good(session, f"loss-{budget}", arm, seed) or _good(session, "loss-tokens", arm, seed)
-            if found is not None and (budget == "tokens" or _good(session, "loss-tokens", arm, seed)):
-                ours[seed] = found
+        # Where a row needs as many steps for equal tokens as for equal seconds, one run is both.
+        kind = f"loss-{budget if budget in lengths else 'tokens'}"
+        ours = {seed: found for seed in theirs if (found := _good(session, kind, arm, seed))}
         if not ours:
             continue
         losses = [found.curve[-1][3] for found in ours.values()]
@@ -158,7 +156,7 @@ def _losses(session: Session, arm: str, base: str) -> dict[str, Any]:
             if arm == base
             else plain(difference(losses, [theirs[seed].curve[-1][3] for seed in ours])),
         }
-        if budget == "tokens" or any(_good(session, "loss-seconds", arm, seed) for seed in ours):
+        if kind == f"loss-{budget}":
             entry["curves"] += [
                 {"budget": budget, "seed": seed, "points": [list(point) for point in found.curve]}
                 for seed, found in ours.items()

@@ -203,6 +203,7 @@ class Session:
             found = self._pooled(arm.id)
             if found is not None:
                 lengths[arm.id] = loss_runs(self.plan.steps, found, self._pooled(self.arms[0].id) or base)
+        self.state.note("lengths", lengths)
         self.progress.expect(self.plan.seeds * sum(map(len, lengths.values())))
         for seed in range(self.plan.seeds):
             order = self.running if seed % 2 == 0 else self.running[::-1]

@@ -31,6 +31,8 @@ def explain(search: Search, row: int | None, chosen: Estimate | None, allow: Seq
     lines = [_headline(chosen), _peak(chosen)]
     lines += _bought(search, row)
     lines += _next_best(search, row)
+    if chosen.host_bytes:
+        lines.append(f"The host must have {_size(chosen.host_bytes)} of free memory for what is offloaded.")
     if chosen.launch_bound:
         lines.append(
             "The host cannot issue operations as fast as the device runs them; a larger micro-batch or torch_compile "
@@ -231,6 +233,8 @@ def _difference(search: Search, before: int, after: int) -> str:
     seconds = float(search.table["seconds"][after] / search.table["seconds"][before] - 1)
     saved = f"saves {_size(-memory)}" if memory < 0 else f"takes {_size(memory)} more"
     cost = f"costs {seconds:.1%} of time" if seconds > 0 else f"is {-seconds:.1%} faster"
+    if abs(seconds) < 0.0005:
+        cost = "costs no time"
     return f"{saved} and {cost} at this micro-batch"
 
 

@@ -23,6 +23,7 @@ from thrifty.planner.search import (
     structures_for,
 )
 from thrifty.planner.structure import Structure, compile_all
+from thrifty.planner.time import short_name
 from thrifty.planner.trace import CATEGORIES
 from thrifty.planner.workload import Workload, make_workload, parse_bytes, workload_from_run
 
@@ -77,6 +78,8 @@ class Estimate:
     """Whether the host cannot issue operations as fast as the device runs them."""
     calibrated: bool
     """Whether the times come from measurements of this machine."""
+    host_bytes: int = 0
+    """Host memory that offloading methods need."""
     memory_residual: float = 1.0
     """Measured over predicted bytes of verified runs, already applied."""
     seconds_residual: float = 1.0
@@ -266,8 +269,22 @@ def estimate_of(
         samples_per_second=samples / seconds,
         model_flops=flops, mfu=flops / (seconds * evaluator.devices * peak_rate(device, compiled.precision)),
         launch_bound=bool(times.launch_bound[0]) and device.kind != "cpu", calibrated=device.calibration is not None,
-        memory_residual=memory, seconds_residual=slower,
+        host_bytes=host_bytes(compiled, micro_batch, workload.seq_len), memory_residual=memory, seconds_residual=slower,
     )  # fmt: skip
+
+
+# AdamW on the host reads and writes 28 bytes a parameter and holds 12 of them: the weight and two moments.
+_HELD_OF_MOVED = 12 / 28
+
+
+def host_bytes(compiled: Compiled, micro_batch: int, seq: int) -> int:
+    """What a micro-batch leaves on the host until its backward pass, and the states that live there."""
+    ops = compiled.ops(np.array([micro_batch]), seq)[0]
+    kept = sum(float(op["read"] * op["count"]) for op in ops if short_name(op["name"]) == "to_host")
+    update = compiled.update_ops
+    rows = [] if update is None or not len(update) else update
+    states = sum(float(op["k"] * op["count"]) for op in rows if short_name(op["name"]) == "on_host")
+    return round(kept + states * _HELD_OF_MOVED)
 
 
 def peak_rate(device: Device, precision: str) -> float:

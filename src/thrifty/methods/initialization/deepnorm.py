@@ -168,6 +168,10 @@ def folded(model: nn.Module, settings: dict[str, Any]) -> Iterator[None]:
     exact=False,
     saves_as="remote_code",
     claims=("residual",),
+    conflicts_with={
+        "stacking": "its constants follow from the depth, which would grow",
+        "autoprog": "its constants follow from the depth, which would grow",
+    },
 )
 @dataclass(kw_only=True)
 class DeepNorm(Method):

@@ -112,6 +112,10 @@ def fixup(model: nn.Module, branch_depth: int = 2) -> dict[str, Any]:
     exact=False,
     saves_as="remote_code",
     claims=("residual",),
+    conflicts_with={
+        "stacking": "its constants follow from the depth, which would grow",
+        "autoprog": "its constants follow from the depth, which would grow",
+    },
 )
 @dataclass(kw_only=True)
 class Fixup(Method):

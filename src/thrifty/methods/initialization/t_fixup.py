@@ -88,6 +88,10 @@ def t_fixup(model: nn.Module, factor: float | None = None) -> dict[str, Any]:
     exact=False,
     saves_as="remote_code",
     claims=("residual",),
+    conflicts_with={
+        "stacking": "its constants follow from the depth, which would grow",
+        "autoprog": "its constants follow from the depth, which would grow",
+    },
 )
 @dataclass(kw_only=True)
 class TFixup(Method):

@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
 
+from thrifty import _hf
 from thrifty.errors import InputError
 from thrifty.method import Method, NotApplicable, Paper, register
 from thrifty.methods.moe._convert import Dense, moe_layers, set_dense_weights
@@ -103,6 +104,16 @@ def mean_student(model: nn.Module) -> nn.Module:
     return _mean_ours(model)
 
 
+class _Held:
+    """Keeps the teacher at its student's side, out of its modules and its copies."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        return self
+
+
 @register(
     "moe-distill",
     title="Mixture-of-students distillation",
@@ -129,8 +140,6 @@ class MoeDistill(Method):
     temperature: float = 1.0
     """Softens the probabilities of both."""
 
-    _teacher: Any = field(default=None, init=False, repr=False)
-    _student: Any = field(default=None, init=False, repr=False)
     _shifted: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -147,28 +156,31 @@ class MoeDistill(Method):
         task = ctx.task or tasks.infer(model)
         self._shifted = task.name == "causal-lm"
         if self.teacher is None:
-            self._teacher, self._student = model, mean_student(model)
+            teacher, student = model, mean_student(model)
         else:
-            self._teacher, self._student = load_teacher(self.teacher, task.auto_name, ctx.planning), model
+            teacher, student = load_teacher(self.teacher, task.auto_name, ctx.planning), model
         if ctx.planning:
-            plan_layers(self._teacher)
-        self._teacher.eval().requires_grad_(False)
-        return self._student
+            plan_layers(teacher)
+        # On the student, since a dry run prepares several and comes back to earlier ones.
+        vars(student)["moe_teacher"] = _Held(teacher.eval().requires_grad_(False))
+        return student
 
     def wrap_loss(self, compute_loss: Callable[..., Any], ctx: Any) -> Callable[..., Any]:
         def with_teacher(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
             if ctx.step >= self.stage * ctx.total_steps:
                 return compute_loss(model, inputs, num_items_in_batch)
+            student: Any = _hf.unwrap_container(model)
+            teacher = student.moe_teacher.model
             seen: dict[str, Tensor] = {}
-            handle = self._student.register_forward_hook(lambda m, i, output: seen.update(logits=output["logits"]))
+            handle = student.register_forward_hook(lambda m, i, output: seen.update(logits=output["logits"]))
             try:
                 loss = compute_loss(model, inputs, num_items_in_batch)
             finally:
                 handle.remove()
             autocast = ctx.trainer.compute_loss_context_manager() if ctx.trainer else contextlib.nullcontext()
-            self._teacher.to(seen["logits"].device)
+            teacher.to(seen["logits"].device)
             with torch.no_grad(), autocast:
-                expected = self._teacher(**{k: v for k, v in inputs.items() if k not in ("labels", "sample_id")}).logits
+                expected = teacher(**{k: v for k, v in inputs.items() if k not in ("labels", "sample_id")}).logits
             soft = self._soft_loss(seen["logits"], expected, inputs, num_items_in_batch, ctx)
             return (1 - self.weight) * loss + self.weight * soft
 
