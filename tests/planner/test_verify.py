@@ -155,7 +155,7 @@ def test_offloading_is_priced_and_the_host_is_told() -> None:
     assert plain.host_bytes == 0
     assert moved.peak_allocated_bytes < 0.8 * plain.peak_allocated_bytes
     # What left the device is on the host.
-    assert moved.host_bytes > plain.breakdown["activations"] - moved.breakdown["activations"]
+    assert moved.host_bytes >= plain.breakdown["activations"] - moved.breakdown["activations"]
     # Every byte crosses the link twice, beside the computation of its pass.
     assert moved.step_seconds > moved.host_bytes / get_device("rtx4090").host_bandwidth
     assert states.breakdown["optimizer"] == 0
