@@ -119,7 +119,11 @@ class Recipe:
                         fix=f"remove `{key}`, or the method '{method.name}'",
                     )
                 changes[key] = (method.name, value)
-        return replace_arguments(args, {key: value for key, (_, value) in changes.items()}) if changes else args
+        values = {key: value for key, (_, value) in changes.items()}
+        if not ctx.planning and ctx.device.type == "cpu" and any(values.get(key) for key in ("bf16", "fp16")):
+            # The run is on the processor already, but transformers takes that for an oversight unless it is said.
+            values["use_cpu"] = True
+        return replace_arguments(args, values) if values else args
 
     @contextlib.contextmanager
     def evaluating(self, model: Any) -> Iterator[None]:

@@ -32,7 +32,9 @@ def test_the_example(tmp_path, monkeypatch, capsys):
     assert all(record["instruction"] and record["output"] for record in records)
 
     small = {"use_cpu": True, "max_new_tokens": 4, "max_length": 128}
-    base = _values("base.yaml", **{**small, "max_length": 32}, vocab_size=300, max_steps=2, per_device_train_batch_size=2)
+    base = _values(
+        "base.yaml", **{**small, "max_length": 32}, vocab_size=300, max_steps=2, per_device_train_batch_size=2
+    )
     del base["embedded_corpus"]
     base["model_config"] |= {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     lines = [f"{r['instruction']} {r['input']} {r['output']}" for r in records]

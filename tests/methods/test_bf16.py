@@ -66,3 +66,12 @@ def test_trains_and_resumes(tmp_path, family):
 def test_a_cpu_can_compute_in_it():
     assert bf16_supported(torch.device("cpu"))
     assert not bf16_supported(torch.device("meta"))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_without_an_accelerator_use_cpu_need_not_be_said(tmp_path, name):
+    run = tiny.trainer(tmp_path, [name], use_cpu=False, max_steps=1)
+    assert run.args.use_cpu
+    run.train()
+    assert run.state.global_step == 1

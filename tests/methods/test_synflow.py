@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPConfig,
+    CLIPModel,
+    GPTNeoXConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import tiny
 from thrifty import NotApplicable
@@ -108,3 +115,7 @@ def test_refused_where_the_stand_in_is_not_a_chain():
     two_sides = T5Config(vocab_size=97, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
     with pytest.raises(NotApplicable, match=r"synflow"):
         Flow(T5ForConditionalGeneration(two_sides))
+    towers = CLIPConfig(text_config={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
+                        vision_config={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4})  # fmt: skip
+    with pytest.raises(NotApplicable, match=r"synflow runs one chain of blocks.* Fix: use snip"):
+        Flow(CLIPModel(towers))

@@ -104,6 +104,24 @@ def test_a_checkpoint_loads_as_the_plain_architecture(tmp_path):
     tiny.assert_same(tiny.weights(loaded), tiny.weights(run.model))
 
 
+def test_what_is_folded_into_a_layer_is_folded_once(tmp_path):
+    """LayerScale's own factors go into separate weights: the logits stay those of training."""
+    methods = ["weight-sharing", {"layerscale": dict(Recipe.parse(["layerscale"])["layerscale"].spec.preset)}]
+    run = tiny.trainer(tmp_path, methods, tiny.llama(3), max_steps=2)
+    finish, logits = run.finish, []
+    ids = torch.arange(3, 11)[None]
+
+    def watched() -> None:
+        with torch.no_grad():
+            logits.append(run.model.eval()(input_ids=ids).logits)
+        finish()
+
+    run.finish = watched  # type: ignore[method-assign]
+    run.train()
+    with torch.no_grad():
+        torch.testing.assert_close(run.model.eval()(input_ids=ids).logits, logits[0], rtol=1e-4, atol=1e-5)
+
+
 def test_own_loops_agree():
     def make() -> loops.Setup:
         model = tiny.llama(3)

@@ -101,3 +101,9 @@ def test_the_committed_tables_are_whole_and_good(name: str, count: str, least: i
     assert total[count] >= least
     assert total[good] == total[count]
     assert total.get("wrong", 0) == 0
+
+
+def test_the_guards_cost_less_than_a_hundredth_of_a_step() -> None:
+    result = json.loads((RESULTS / "guard-overhead.json").read_text())
+    assert sum(row["share_of_step"] for row in result["rows"]) == pytest.approx(result["share_of_step"])
+    assert 0 < result["share_of_step"] < result["limit"] == 0.01

@@ -24,7 +24,7 @@ class DataOptions:
     validation_fraction: float = 0.05
     """The share held out for validation where none is given; 0 holds out nothing."""
     dataset_format: str = "auto"
-    """auto, text, prompt-completion, source-target, messages, alpaca, sharegpt or tokenized (`thrifty.data.formats`)."""
+    """auto, text, prompt-completion, source-target, messages, alpaca, sharegpt or tokenized."""
     column_mapping: dict[str, str] = field(default_factory=dict)
     """Renames the data's own columns first: {theirs: ours}."""
     text_column: str | None = None

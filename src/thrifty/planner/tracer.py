@@ -113,9 +113,10 @@ class StepTracer:
         with self._mode(), real_masks(padded=step.padded), random, dialect.cache(), dialect:
             if step.warm_up and not self._warm:
                 # The very first pass may differ from all others (a method measures it), so nobody records it.
+                recorder.enabled = False
                 self._run(Recorder(cuda=cuda), step.build_batch(batch, seq))
                 model.zero_grad(set_to_none=True)
-                self._warm = True
+                recorder.enabled = self._warm = True
             if step.warm_up:
                 inputs = step.build_batch(batch, seq)
                 with recorder:

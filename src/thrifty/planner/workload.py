@@ -136,7 +136,7 @@ def make_workload(
 
 
 def positions_of(config: Any) -> Any:
-    """The longest text that the model takes, where its configuration says so; CLIP's stands in that of its text tower."""
+    """The longest text that the model takes, where its configuration says so; CLIP's is its text tower's."""
     text = getattr(config, "text_config", None)
     return getattr(config if text is None else text, "max_position_embeddings", None)
 

@@ -76,9 +76,19 @@ class MaskedImageModeling(ImageTask):
         super().validate(model, data, processor)
 
     def per_sample_loss(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """See `Task.per_sample_loss`: the mean squared error of each image over its masked patches."""
-        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-        out = model(**forward_inputs(inputs))
+        """See `Task.per_sample_loss`: the mean squared error of each image over its masked patches.
+
+        Without `noise` in the batch all images are masked alike, and always so: losses then compare.
+        """
+        import torch
+
+        bare: Any = getattr(model, "module", model)
+        inner: Any = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+        given = forward_inputs(inputs)
+        if "noise" not in given:
+            row = torch.rand(patch_count(inner.config), generator=torch.Generator().manual_seed(0))
+            given["noise"] = row.to(inputs["pixel_values"].device).expand(len(inputs["pixel_values"]), -1)
+        out = model(**given)
         target = inner.patchify(inputs["pixel_values"])
         if inner.config.norm_pix_loss:
             mean, variance = target.mean(dim=-1, keepdim=True), target.var(dim=-1, keepdim=True)

@@ -85,6 +85,6 @@ class Seq2SeqLM(TextTask):
         )
 
     def per_sample_loss(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """See `Task.per_sample_loss`: the mean over the target's tokens. The model makes the decoder's input of them."""
+        """See `Task.per_sample_loss`: the mean over the target's tokens. The decoder's input is made of them."""
         logits = first_logits(model(**{k: v for k, v in inputs.items() if k != "sample_id"}).logits)
         return mean_losses(logits, inputs["labels"].to(logits.device), shift=False)

@@ -82,7 +82,7 @@ def train_biases(model: nn.Module, *, head: bool = True) -> list[str]:
     sources=[Paper("Ben Zaken et al.", 2022, "arXiv:2106.10199")],
     exact=False,
     claims=("adapter",),
-    conflicts_with=CONFLICTS,
+    conflicts_with={**CONFLICTS, "muon": "it makes the updates of matrices orthogonal, and only biases are trained"},
 )
 @dataclass(kw_only=True)
 class BitFit(Method):

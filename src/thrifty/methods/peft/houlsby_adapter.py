@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from thrifty.architecture import branch_outputs, main_blocks, norm_names
 from thrifty.method import Method, Paper, register
@@ -98,11 +99,11 @@ def add_adapters(
     branches = branch_outputs(blocks.layers[0], "houlsby-adapter")
     if placement == "feed-forward":
         branches = branches[1:]
-    config: Any = model.config
+    last: Any = blocks.layers[0].get_submodule(branches[0])
     settings = {
         "blocks": blocks.prefix,
         "branches": branches,
-        "width": config.hidden_size,
+        "width": last.weight.shape[-1] if isinstance(last, Conv1D) else last.weight.shape[0],
         "size": size,
         "activation": activation,
     }

@@ -67,7 +67,7 @@ def add_ia3(model: nn.Module, **settings: Any) -> PeftModel:
     sources=[Paper("Liu et al.", 2022, "arXiv:2205.05638")],
     exact=False,
     claims=("adapter",),
-    conflicts_with=CONFLICTS,
+    conflicts_with={**CONFLICTS, "muon": "it makes the updates of matrices orthogonal, and only vectors are trained"},
     library="peft",
 )
 @dataclass(kw_only=True)

@@ -36,6 +36,8 @@ from thrifty.methods.peft._prompts import VirtualTokens
     conflicts_with={
         **CONFLICTS,
         "section:checkpointing": "a recomputed block cannot take the keys and values that stand in front of the text",
+        "offload-and-recompute": "a recomputed block cannot take the keys and values in front of the text",
+        "muon": "it makes the updates of the blocks' matrices orthogonal, and only the prefix is trained",
         "packing": "the keys in front of the text would belong to the first document of a row only",
         "layer-drop": "a skipped block does not take its keys and values, and later ones then read another block's",
     },

@@ -42,7 +42,10 @@ def start_from_words(model: PeftModel, generator: torch.Generator) -> None:
     exact=False,
     saves_as="peft",
     claims=("adapter",),
-    conflicts_with=CONFLICTS,
+    conflicts_with={
+        **CONFLICTS,
+        "muon": "it makes the updates of the blocks' matrices orthogonal, and only embeddings are trained",
+    },
     tasks=("causal-lm", "seq2seq-lm", "text-classification"),
     library="peft",
     preset={"tokens": 3},

@@ -93,7 +93,7 @@ class CompressedActivations(SavedTensors):
 
     def accepts(self, tensor: Tensor) -> bool:
         # What needs no gradient is a mask (minus infinity has no range), a table or a statistic of a normalisation.
-        return super().accepts(tensor) and tensor.requires_grad
+        return super().accepts(tensor) and tensor.requires_grad and tensor.shape[-1] > 1
 
     def suits(self, payload: Any) -> bool:
         return not self.attention or not isinstance(payload, Packed) or payload.bits >= ATTENTION_BITS

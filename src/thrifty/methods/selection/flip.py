@@ -95,6 +95,10 @@ class PatchDropper:
     micro_batch_invariant=False,
     processes=False,
     claims=("patches",),
+    conflicts_with={
+        "autoprog": "it changes the number of patches, among which this method chooses",
+        "progressive-resolution": "it changes the number of patches, among which this method chooses",
+    },
     tasks=("image-text",),
     preset={"unmasked_share": 0.34},
 )

@@ -63,6 +63,10 @@ def set_masking(model: Any, mask_ratio: float = 0.75, norm_pix_loss: bool = True
     sources=[Paper("He et al.", 2022, "arXiv:2111.06377")],
     exact=False,
     claims=("patches",),
+    conflicts_with={
+        "autoprog": "it changes the number of patches, among which this method chooses",
+        "progressive-resolution": "it changes the number of patches, among which this method chooses",
+    },
     tasks=("masked-image-modeling",),
     library="transformers",
     preset={"mask_ratio": 0.5},

@@ -220,7 +220,8 @@ class Mass(Method):
         ids = inputs["input_ids"]
         length = ids.shape[1]
         if ctx.planning:
-            left = length - round(_MASKED_SHARE * self.mask_ratio * length)
+            # In quarters, rounded down: a dry run looks at lengths whose quarters are whole.
+            left = length - int(_MASKED_SHARE * self.mask_ratio * 4) * length // 4
             return torch.arange(left, device=ids.device).expand(len(ids), -1)
         masked = ids == self._mask_token(ctx)
         scores = -masked.float()
@@ -231,8 +232,8 @@ class Mass(Method):
 
     def _cut(self, inputs: Any) -> Any:
         """In a dry run: the decoder gets the span."""
-        span = max(1, round(self.mask_ratio * inputs["labels"].shape[1]))
-        return {**inputs, "labels": inputs["labels"][:, :span]}
+        span = max(1, round(self.mask_ratio * 4) * inputs["labels"].shape[1] // 4)
+        return {**inputs, "labels": inputs["labels"][:, :span].contiguous()}
 
     def on_replace(self, model: nn.Module, parameter_map: Any, ctx: Any) -> None:
         self._remove()

@@ -54,6 +54,7 @@ def most_reducible(losses: Tensor, irreducible: Tensor, count: int) -> list[int]
     sources=[Paper("Mindermann et al.", 2022, "arXiv:2206.07137")],
     exact=False,
     claims=("draw",),
+    conflicts_with={"packing": "a packed row holds several samples, and each has an irreducible loss of its own"},
     # Each process chooses among its own share of the data.
     processes=False,
     preset={"ratio": 0.5, "side_steps": 2},

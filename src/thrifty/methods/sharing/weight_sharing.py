@@ -87,8 +87,9 @@ def share_weights(model: nn.Module, *, groups: int = 1, share: Share = "all") ->
 
 def separate(model: nn.Module, tied: dict[str, str]) -> None:
     """Gives each layer a copy of the weights that it shares, so that the model is the plain architecture again."""
-    for name in tied:
-        p = model.get_parameter(name)
+    present = dict(model.named_parameters(remove_duplicate=False))
+    for name in tied.keys() & present.keys():  # other surgery may have removed some since, such as normalisations
+        p = present[name]
         _put(model, name, nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad))
     for key, hook in list(model._state_dict_hooks.items()):
         if isinstance(hook, _Copies):
@@ -128,6 +129,8 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         "section:peft": "the adapters of all layers would be merged into the same weights",
         "section:moe": "the experts of a layer are made from weights of its own",
     },
+    # What is folded into the weights of a layer must find weights of its own there.
+    runs_before=("section:initialization",),
     choices={"allow": [{}]},
     bench_order=80,
 )

@@ -96,6 +96,12 @@ class Flow:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        towers = [name for name in ("text_config", "vision_config") if hasattr(model.config, name)]
+        if len(towers) > 1:
+            raise NotApplicable(
+                f"synflow runs one chain of blocks, and {type(model).__name__} has a text and a vision side",
+                fix="use snip or grasp, which score on training batches",
+            )
         AttentionInterface.register(ATTENTION, _attention)
         self.model: Any = copy.deepcopy(model).double().eval()
         self.model.config.use_cache = False
