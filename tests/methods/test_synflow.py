@@ -115,7 +115,7 @@ def test_refused_where_the_stand_in_is_not_a_chain():
     two_sides = T5Config(vocab_size=97, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
     with pytest.raises(NotApplicable, match=r"synflow"):
         Flow(T5ForConditionalGeneration(two_sides))
-    towers = CLIPConfig(text_config={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
-                        vision_config={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4})  # fmt: skip
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    towers = CLIPConfig(text_config=sizes, vision_config=sizes)
     with pytest.raises(NotApplicable, match=r"synflow runs one chain of blocks.* Fix: use snip"):
         Flow(CLIPModel(towers))

@@ -30,6 +30,8 @@ def quiet() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # transformers imports torchao where it is installed, whose enumerations torch warns about.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     # The profiler notes each start and stop, and every block that is older than it.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

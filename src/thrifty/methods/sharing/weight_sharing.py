@@ -154,8 +154,8 @@ class WeightSharing(Method):
         return model
 
     def on_replace(self, model: nn.Module, parameter_map: Any, ctx: Any) -> None:
-        still = {name for name in self.tied if model.get_parameter(name) is model.get_parameter(self.tied[name])}
-        if still != set(self.tied):
+        present = dict(model.named_parameters(remove_duplicate=False))
+        if any(present[name] is not present.get(self.tied[name]) for name in self.tied.keys() & present.keys()):
             raise NotApplicable("weight-sharing: another method gave the model other layers", fix="remove one of them")
 
     def finish(self, model: nn.Module, ctx: Any) -> nn.Module:
