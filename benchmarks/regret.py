@@ -1,4 +1,4 @@
-"""Is the plan the best choice? 20 workloads with a memory limit, each with a measured sweep of 24 configurations or more.
+"""Is the plan the best choice? 20 workloads with a memory limit, and for each a measured sweep of all configurations.
 
     python benchmarks/regret.py --minutes 60      # writes benchmarks/results/regret.json; goes on where it was
 

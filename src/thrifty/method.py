@@ -101,8 +101,8 @@ class MethodSpec:
     library: str | None = None
     extra: str | None = None
     choices: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Settings the planner may try: {"free": [...]} without leave, {"accelerator": [...]} without leave where the device
-    has a memory of its own, {"allow": [...]} only with the user's leave."""
+    """Settings the planner may try: {"free": [...]} without leave, {"accelerator": [...]} also, where the device has a
+    memory of its own, {"allow": [...]} only with the user's leave."""
     bench_order: int | None = None
     """Place in the bench's additive table; None keeps it out."""
 

@@ -181,7 +181,7 @@ class Trainer(ReplaceModel, SafeTrainer):
         return [name for name in super().get_decay_parameter_names(model) if not any(part in name for part in spared)]
 
     def optimizer_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The parent's two groups (with and without decay), each with the `names` of its `params`, as methods want them."""
+        """The parent's two groups (with and without decay), each with `names` of its `params`, as methods adjust it."""
         groups = decay_groups(model, self.get_decay_parameter_names(model), self.args.weight_decay)
         for method in self.recipe.using("adjust_groups"):
             groups = method.adjust_groups(groups, self.ctx)

@@ -238,3 +238,13 @@ def test_sizes_and_methods_are_parsed() -> None:
     for text in ("r=3", "lora:r"):
         with pytest.raises(InputError):
             parse_methods(text)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("a100", ["bf16", "tf32"]), ("t4", ["fp16"]), ("h100-80gb", ["bf16", "tf32"])]
+)
+def test_precision_auto_is_that_of_the_device_planned_for(device: str, expected: list[str], tmp_path) -> None:
+    from thrifty.config import parse_config
+
+    run = parse_config({"model_config": TINY, "embedded_corpus": "kjv", "max_length": 128, "precision": "auto"})
+    assert estimate(run, device=device).methods == expected

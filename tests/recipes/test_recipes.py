@@ -61,7 +61,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def toy(name: str, folder: Path, changes: dict[str, Any]) -> RunConfig:
     """The recipe with what makes it small."""
-    import yaml
 
     values = dict(yaml_text.parse(recipes.read(name)))
     for key in ("model_name_or_path", "metric_for_best_model", "num_train_epochs", "embedded_corpus"):

@@ -3,6 +3,8 @@
 It must not compute: a thread pool that exists before the fork would be dead in the children.
 """
 
+# pyright: reportUnusedImport=false
+
 from __future__ import annotations
 
 import gc

@@ -26,6 +26,7 @@ class Runner(Protocol):
 
     def run(self, job: Job) -> Outcome:
         """Runs one job and waits for it."""
+        ...
 
 
 class BenchError(ThriftyError):

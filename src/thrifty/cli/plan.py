@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from thrifty.planner.plan import Plan
     from thrifty.planner.workload import Workload
 
+_SETTLED = ("precision", "plan", "plan_memory", "plan_allow", "global_batch_size")
 WRONG_INPUT = 2
 """What is asked for cannot be done: nothing fits."""
 
@@ -125,4 +126,10 @@ def run_file(found: Plan, workload: Workload, arguments: list[str] | None) -> st
             "max_length": workload.seq_len,
             **workload.arguments,
         }
-    return yaml.safe_dump({**keys, **found.run_keys()}, sort_keys=False)
+    # What the plan has settled must not be settled again.
+    left = {
+        k: v
+        for k, v in keys.items()
+        if k not in ("precision", "plan", "plan_memory", "plan_allow", "global_batch_size")
+    }
+    return yaml.safe_dump({**left, **found.run_keys()}, sort_keys=False)

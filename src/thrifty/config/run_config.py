@@ -229,7 +229,8 @@ def _fold_shorthands(config: RunConfig) -> None:
                 value=value,
                 fix="keep one",
             )
-        config.methods = [*config.methods, value]
+        folded: list[Any] = [*config.methods, value]
+        config.methods = folded
         setattr(config, slot, None)
 
 

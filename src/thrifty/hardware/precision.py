@@ -9,6 +9,7 @@ from thrifty.errors import InputError
 
 if TYPE_CHECKING:
     from thrifty.hardware.detect import Hardware
+    from thrifty.hardware.devices import Device
 
 AUTO = "auto"
 _TENSOR_CORES, _BF16_UNITS = 7.0, 8.0  # NVIDIA compute capabilities: Volta, Ampere
@@ -57,6 +58,16 @@ def choose_precision(hardware: Hardware) -> Choice:
     if hardware.bf16:
         return Choice(("bf16",), f"{name} has bf16 units")
     return Choice(("fp16",), f"{name} has no bf16 units; the loss is scaled")
+
+
+def precision_for(device: Device) -> tuple[str, ...]:
+    """The same choice for a device profile: the methods to plan with."""
+    if device.kind == "cpu":
+        return ("bf16",) if "bf16" in device.peak_flops else ()
+    if "bf16" in device.peak_flops:
+        return ("bf16", "tf32") if device.supports_tf32 else ("bf16",)
+    has_units = device.compute_capability is None or device.compute_capability >= _TENSOR_CORES
+    return ("fp16",) if device.supports_fp16 and has_units else ()
 
 
 def check_auto(recipe: Any, arguments: dict[str, Any], dtype: str = "float32") -> None:

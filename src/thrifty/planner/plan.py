@@ -206,7 +206,8 @@ def estimate(
     """
     from thrifty.recipe import Recipe
 
-    workload, profile = as_workload(model, options), as_device(device, memory)
+    profile = as_device(device, memory)
+    workload = as_workload(model, options).settled(profile)
     for key, value in (("micro_batch", micro_batch), ("accumulation", accumulation or 1), ("devices", devices)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError("must be a whole number, at least 1", key=key, value=value)
@@ -340,7 +341,8 @@ def plan(
     from thrifty.planner.explain import explain
 
     begun = time.perf_counter()
-    workload, profile = as_workload(model, options), as_device(device, memory)
+    profile = as_device(device, memory)
+    workload = as_workload(model, options).settled(profile)
     divisions = factorisations(global_batch, devices)
     recipes = alternatives(workload, allow, profile.kind)
     structures = structures_for(workload, recipes, profile)

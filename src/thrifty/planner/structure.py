@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -456,10 +457,14 @@ def _hash(content: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def _own_version() -> str:
-    from thrifty import __version__
+@functools.cache
+def _own_version() -> list[Any]:
+    """Of this package: the version, and the sizes and times of its sources, so that a changed method is run anew."""
+    import thrifty
 
-    return __version__
+    folder = Path(thrifty.__file__).parent
+    states = [path.stat() for path in sorted(folder.rglob("*.py"))]
+    return [thrifty.__version__, len(states), sum(s.st_size for s in states), max(s.st_mtime_ns for s in states)]
 
 
 def _cache_folder() -> Path:

@@ -77,7 +77,7 @@ def mean_time(parts: Sequence[tuple[float, StepTime]]) -> StepTime:
     """The mean of step times, each with its weight."""
     total = sum(weight for weight, _ in parts)
     names = [f.name for f in fields(StepTime)]
-    return StepTime(*(sum(w * getattr(t, name) for w, t in parts) / total for name in names))
+    return StepTime(*(np.stack([w * getattr(t, name) for w, t in parts]).sum(0) / total for name in names))
 
 
 class TimeModel:
@@ -113,9 +113,9 @@ class TimeModel:
         # Copies between host and device run beside the computation of their pass.
         moving = np.array([short_name(n) in _TRANSFERS for n in names], bool)
         if moving.any():
-            kernel = sum(
-                np.maximum(each[:, part & ~moving].sum(-1), each[:, part & moving].sum(-1)) for part in (late, ~late)
-            )
+            kernel = np.zeros(len(ops))
+            for part in (late, ~late):
+                kernel += np.maximum(each[:, part & ~moving].sum(-1), each[:, part & moving].sum(-1))
         # One thread of a CPU issues and then computes; an accelerator computes while the host issues the next.
         seconds = kernel + issue if self.device.kind == "cpu" else np.maximum(kernel, issue)
         flops = ops["flops"] * counts

@@ -60,6 +60,7 @@ def verified_plan(workload: Workload, *, device: Device, devices: int = 1, round
     if devices != 1:
         raise InputError("one device is verified at a time", key="devices", value=devices, fix="--devices 1")
     torch_device = here(device)
+    workload = workload.settled(device)
     measured: list[dict[str, Any]] = []
     tried: set[str] = set()
     for _ in range(rounds + 1):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from thrifty.config import RunConfig
+    from thrifty.hardware.devices import Device
 
 TASKS = ("causal-lm", "masked-lm", "text-classification", "image-classification", "seq2seq-lm",
          "masked-image-modeling", "image-text")  # fmt: skip
@@ -54,6 +55,8 @@ class Workload:
     """The user's methods: names, `{name: {settings}}` mappings or instances."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """`TrainingArguments` fields that the user set."""
+    auto_precision: bool = False
+    """Whether the device decides the precision (`precision: auto`)."""
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -82,6 +85,14 @@ class Workload:
     def causal(self) -> bool:
         """Whether attention looks back only."""
         return self.task == "causal-lm"
+
+    def settled(self, device: Device) -> Workload:
+        """The same run with the precision that `precision: auto` takes on a device."""
+        if not self.auto_precision:
+            return self
+        from thrifty.hardware.precision import precision_for
+
+        return replace(self, methods=(*self.methods, *precision_for(device)), auto_precision=False)
 
     def with_methods(self, methods: Sequence[Any]) -> Workload:
         """The same run with other methods."""
@@ -151,10 +162,11 @@ def workload_from_run(run: RunConfig) -> Workload:
         model = {**model, "vocab_size": run.vocab_size}
     arguments = {k: v for k, v in run.arguments.items() if k not in ("output_dir",)}
     attention = arguments.pop("attn_implementation", "sdpa")
-    return make_workload(
+    workload = make_workload(
         model, task=run.task, seq_len=run.data.max_length, dtype="float32" if run.dtype == "auto" else run.dtype,
         attn_implementation=attention, methods=run.methods, **arguments,
     )  # fmt: skip
+    return replace(workload, auto_precision=run.precision == "auto")
 
 
 def parse_bytes(text: str | int | float) -> int:

@@ -53,7 +53,7 @@ class IterableStream:
         self._dispatched = isinstance(loader, DataLoaderDispatcher)
         self.whole = self._dispatched or isinstance(self.dataset, IterableDatasetShard)
         """Whether this process's data set is the stream of all processes, and not a share of its own."""
-        self._source = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
+        self._source: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
         self.why_not = why_no_state(self._source, workers=getattr(loader, "num_workers", 0))
         if self.why_not is None:
             self._note_states()

@@ -176,7 +176,8 @@ class SafeMemory(SafeCheckpoints):
     def _try_trial(self, optimizer: Any, batch: Any, forward_backward: Any) -> str | None:
         """Runs the trial; what is left of an out-of-memory then is the optimizer's own, and its text comes back."""
         try:
-            trial_step(self.model_wrapped, optimizer, batch, forward_backward)
+            wrapped: Any = self.model_wrapped
+            trial_step(wrapped, optimizer, batch, forward_backward)
         except Exception as error:
             if self.guards.on_oom == "raise" or not is_oom(error):
                 raise
@@ -187,7 +188,8 @@ class SafeMemory(SafeCheckpoints):
         return failure.splitlines()[0]
 
     def _no_room_for_update(self, failure: str, inputs: Mapping[str, Any]) -> NoReturn:
-        changes = advisor(self.model, self.args)(inputs, failure)
+        model: Any = self.model
+        changes = advisor(model, self.args)(inputs, failure)
         raise InputError(
             f"out of memory in the optimizer step ({failure})",
             key="optim",

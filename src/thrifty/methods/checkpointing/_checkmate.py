@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -151,7 +152,7 @@ def checkmate(
             keep = [s(t + 1, i)] if t + 1 < stages else []
             hindrances = [*(r(t, j) for j in later), *keep]
             rows.append(({f(t, i, k): 1, r(t, k): -1}, -np.inf, 0))
-            rows += [({f(t, i, k): 1, h: 1}, -np.inf, 1) for h in hindrances]
+            rows += [({f(t, i, k): 1.0, h: 1.0}, -np.inf, 1.0) for h in hindrances]
             # It can only be freed if it is there.
             present = {back(t, i): -1.0} if paging else {}
             rows.append(({f(t, i, k): 1, r(t, i): -1, s(t, i): -1, **present}, -np.inf, 0))
@@ -166,9 +167,12 @@ def checkmate(
     entries = [(row, column, value) for row, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
     where = np.array([(row, column) for row, column, _ in entries])
     matrix = coo_array(([value for *_, value in entries], (where[:, 0], where[:, 1])), shape=(len(rows), count))
-    limits = LinearConstraint(matrix.tocsr(), [a for _, a, _ in rows], [b for _, _, b in rows])
+    least: Any = [a for _, a, _ in rows]
+    most: Any = [b for _, _, b in rows]
+    limits = LinearConstraint(matrix.tocsr(), least, most)
+    bounds: Any = (low, high)
     found = milp(
-        objective, constraints=limits, bounds=Bounds(low, high), integrality=integral, options={"time_limit": seconds}
+        objective, constraints=limits, bounds=Bounds(*bounds), integrality=integral, options={"time_limit": seconds}
     )
     if found.x is None:
         raise InputError(

@@ -98,7 +98,8 @@ class GrowthOperator(nn.Module):
             matrix = self._matrix(kind.pair).to(tensor.dtype)
             if kind.incoming:
                 matrix = matrix / matrix.abs().sum(dim=0)
-            parts = [torch.tensordot(matrix, part, dims=([1], [axis])) for part in tensor.chunk(kind.parts, dim=axis)]
+            dims: Any = ([1], [axis])
+            parts = [torch.tensordot(matrix, part, dims=dims) for part in tensor.chunk(kind.parts, dim=axis)]
             tensor = torch.cat([part.movedim(0, axis) for part in parts], dim=axis)
         return tensor
 

@@ -4,6 +4,8 @@ The source of `MoeFeedForward`, `SkipInner` and `change` is written into the mod
 torch and transformers only, and has no annotations.
 """
 
+# pyright: reportArgumentType=false, reportOptionalSubscript=false
+
 from __future__ import annotations
 
 import inspect

@@ -140,7 +140,7 @@ class Mixture(Method):
 
     def wrap_loss(self, compute_loss: Callable[..., Any], ctx: Any) -> Callable[..., Any]:
         def with_routers(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            routing = _hf.unwrap_container(model).moe_routing
+            routing: Any = _hf.unwrap_container(model).moe_routing
             routing.mask, routing.recording, routing.routes = inputs.get("attention_mask"), True, []
             share = self._share(inputs, num_items_in_batch, ctx)
             try:

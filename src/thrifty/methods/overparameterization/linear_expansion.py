@@ -51,7 +51,7 @@ class Product(nn.Module):
 def change(model, settings):
     """Gives the linear layers of a freshly built model factors of the recorded shapes, in place."""
     for name, shapes in settings["factors"].items():
-        product = Product()
+        product: Any = Product()
         module = model.get_submodule(name)
         product.factors = [torch.empty(shape, dtype=module.weight.dtype, device=module.weight.device)
                            for shape in shapes]  # fmt: skip

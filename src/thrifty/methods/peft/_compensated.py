@@ -57,7 +57,7 @@ def start_from(layer: Any, a: Tensor, b: Tensor) -> None:
 
 def difference(model: PeftModel, start: Factors) -> tuple[Any, dict[str, Tensor]]:
     """The adapter that, put on the original base model, gives the present one: its configuration and its weights."""
-    config = copy.deepcopy(model.peft_config[ADAPTER])
+    config: Any = copy.deepcopy(model.peft_config[ADAPTER])
     config.init_lora_weights = True
     # alpha / r stays when both double; alpha / sqrt(r) does not.
     config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha

@@ -102,13 +102,13 @@ def quantise(
 
 def dequantised(layer: Any) -> Tensor:
     """The weight (out, in) of a layer in four bits, in the data type it had."""
-    import bitsandbytes as library
+    from bitsandbytes import functional
 
     state = copy.copy(layer.weight.quant_state)
     # As one row: the library's kernels for CPUs begin a new block with each row, other than its quantiser, which gives
     # wrong weights where the row is no multiple of 64 (bitsandbytes 0.50).
     state.shape = torch.Size([math.prod(state.shape)])
-    flat = library.functional.dequantize_4bit(layer.weight.data, state)
+    flat = functional.dequantize_4bit(layer.weight.data, state)
     return flat.view(layer.out_features, layer.in_features).to(layer.original[1])
 
 

@@ -60,7 +60,8 @@ def round_base(model: PeftModel, steps: int = 5) -> None:
     """Rounds the linear layers of a model with LoRA to NF4, and starts their adapters from the error; in place."""
     adapted = {layer.get_base_layer(): layer for layer in lora_layers(model).values()}
     for blocks in find_blocks(model):
-        for linear in block_linears(blocks).values():
+        for part in block_linears(blocks).values():
+            linear: Any = part
             layer = adapted.get(linear)
             transposed = isinstance(linear, Conv1D)
             if layer is None:

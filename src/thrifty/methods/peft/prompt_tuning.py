@@ -29,7 +29,8 @@ from thrifty.methods.peft._prompts import VirtualTokens
 def start_from_words(model: PeftModel, generator: torch.Generator) -> None:
     """Starts the virtual tokens from the embeddings of words drawn from the vocabulary, as the paper advises."""
     table: Any = model.get_base_model().get_input_embeddings()  # type: ignore[operator]
-    prompt: Any = model.prompt_encoder[str(model.active_adapter)].embedding.weight
+    encoder: Any = model.prompt_encoder[str(model.active_adapter)]
+    prompt = encoder.embedding.weight
     drawn = torch.randint(table.weight.shape[0], (len(prompt),), generator=generator)
     prompt.copy_(table.weight[drawn.to(table.weight.device)])
 

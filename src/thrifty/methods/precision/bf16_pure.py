@@ -148,7 +148,8 @@ class PreciseUpdates:
     def _after_load(self, optimizer: Any) -> None:
         # torch has cast the states to the type of the weights.
         order = [p for group in optimizer.param_groups for p in group["params"]]
-        for index, values in self._saved.items():
+        saved: dict[Any, dict[str, Any]] = self._saved
+        for index, values in saved.items():
             for key, value in values.items():
                 present = optimizer.state[order[index]].get(key)
                 if isinstance(value, Tensor) and isinstance(present, Tensor) and present.dtype != value.dtype:

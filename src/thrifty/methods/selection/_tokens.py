@@ -124,8 +124,8 @@ class ShortBlocks:
     def _shortened(self, call: dict[str, Any], index: Tensor, begins: bool) -> dict[str, Any]:
         changed: dict[str, Any] = {}
         if begins:
-            self._full = call["hidden_states"]
-            changed["hidden_states"] = gather_rows(self._full, index)
+            full = self._full = call["hidden_states"]
+            changed["hidden_states"] = gather_rows(full, index)
         mask, rotary = call.get("attention_mask"), call.get("position_embeddings")
         if isinstance(mask, Tensor):
             changed["attention_mask"] = gather_mask(mask, index)

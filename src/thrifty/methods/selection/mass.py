@@ -57,8 +57,8 @@ class SpanCollator:
         self.epoch = int(epoch)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        rows = [self._mask(np.asarray(feature["input_ids"], dtype=np.int64)) for feature in features]
-        masked = [row[0] for row in rows]
+        rows: list[Any] = [self._mask(np.asarray(feature["input_ids"], dtype=np.int64)) for feature in features]
+        masked: list[Any] = [row[0] for row in rows]
         batch: dict[str, Any] = {"input_ids": pad(masked, self.pad_token_id)}
         mask = attention_mask(masked, batch["input_ids"].shape[1])
         if mask is not None:
@@ -67,8 +67,8 @@ class SpanCollator:
             batch["labels"] = pad([row[1] for row in rows], IGNORED)
         else:
             spans = [row[2] for row in rows]
-            texts = [np.asarray(feature["input_ids"]) for feature in features]
-            before = [
+            texts: list[Any] = [np.asarray(feature["input_ids"]) for feature in features]
+            before: list[Any] = [
                 [self.decoder_start if i == 0 else text[i - 1] for i in span]
                 for text, span in zip(texts, spans, strict=True)
             ]

@@ -65,7 +65,7 @@ class TwoFour(MaskedWeights):
 
     def __init__(self, modules: Mapping[str, nn.Module], dense: bool = False) -> None:
         self.modules = dict(modules)
-        self.parameters = {f"{n}.weight": m.weight for n, m in modules.items()}  # type: ignore[misc]
+        self.parameters: dict[str, Any] = {f"{n}.weight": m.weight for n, m in modules.items()}
         self.masks: dict[str, Tensor] = {}
         self.dense: dict[str, Tensor] = {}
         if dense:
@@ -244,7 +244,8 @@ class TwoFourSparsity(MaskedMethod):
         self.weights.modules = layers(model)
         for name in self.weights.parameters if self.mode == "sr-ste" else ():
             source = parameter_map.get(name, name) or name
-            self.weights.dense[name] = old.get(source, old.get(name, self.weights.parameters[name])).detach().clone()
+            dense: Any = old.get(source, old.get(name, self.weights.parameters[name]))
+            self.weights.dense[name] = dense.detach().clone()
 
     def state_dict(self) -> dict[str, Any]:
         assert self.weights is not None
