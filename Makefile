@@ -19,7 +19,7 @@ demo: $(VENV)/.installed
 	$(BIN)/thrifty train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
@@ -27,7 +27,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 soak: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m soak
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m soak
 	set -e; for soak in oom nan malformed disk pressure; do \
 	  echo "$$soak"; $(BIN)/python benchmarks/soak/$$soak.py --out benchmarks/results/soak-$$soak.json; done
 	rm -f benchmarks/results/soak-kills.json

@@ -9,7 +9,6 @@ import tiny
 from thrifty.errors import InputError
 from thrifty.safety.store import CheckpointStore
 
-pytestmark = pytest.mark.xdist_group("gloo pair")
 SETTINGS = {"max_steps": 4, "per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.05}
 
 

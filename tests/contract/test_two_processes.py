@@ -9,7 +9,6 @@ import tiny
 from thrifty.errors import NotApplicable
 from thrifty.method import registry
 
-pytestmark = pytest.mark.xdist_group("gloo pair")
 NAMES = [name for name in registry.names() if registry.get(name).spec.processes]
 
 
