@@ -23,10 +23,11 @@ def pages() -> dict[Path, str]:
                 source = f"From `benchmarks/results/{path.name}`."
                 parts += [*section(json.loads(path.read_text("utf-8"))), "", source, ""]
         if parts:
-            made[ROOT / "docs/results" / f"{name}.md"] = "\n".join([f"# {TITLES[name]}", "", *parts])
+            made[ROOT / "docs/results" / f"{name}.md"] = "\n".join([f"# {TITLES[name]}", "", START, *parts, END, ""])
     return made
 
 
+START, END = "<!-- generated: measured -->", "<!-- /generated -->"
 TITLES = {"planner": "The planner, predicted and measured", "soak": "What was broken on purpose"}
 
 

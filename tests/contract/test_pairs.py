@@ -22,7 +22,7 @@ from thrifty.recipe import Recipe
 # Methods that share no task cannot stand in one recipe.
 PAIRS = [pair for pair in itertools.combinations(registry.names(), 2) if tiny.task_for(*pair)]
 SEED = os.environ.get("THRIFTY_PAIR_SEED") or datetime.date.today().isoformat()
-SHARE = random.Random(SEED).sample(PAIRS, min(len(PAIRS), 120))
+SHARE = random.Random(SEED).sample(PAIRS, min(len(PAIRS), 60))
 
 
 def presets(pair: tuple[str, str]) -> list:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import random
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,13 +15,21 @@ from thrifty.errors import NotApplicable
 from thrifty.method import registry
 
 NAMES = [name for name in registry.names() if registry.get(name).spec.processes]
+# Plain and a share that changes every day in `make test`, all methods in `make soak`.
+SEED = os.environ.get("THRIFTY_PAIR_SEED") or datetime.date.today().isoformat()
+SHARE = sorted(random.Random(SEED).sample(NAMES, min(16, len(NAMES))))
+
+
+def cases(names: list[str]) -> list[Any]:
+    """Plain, the share, and marked as soak the others."""
+    return ["", *(name if name in SHARE else pytest.param(name, marks=pytest.mark.soak) for name in names)]
 
 
 def preset(name: str) -> list:
     return [{name: dict(registry.get(name).spec.preset)}] if name else []
 
 
-@pytest.mark.parametrize("name", ["", *NAMES])
+@pytest.mark.parametrize("name", cases(NAMES))
 def test_two_processes_equal_one(tmp_path, pair, name):
     settings = {"max_steps": 4, "optim": "sgd", "learning_rate": 0.05}
     try:
@@ -33,7 +46,7 @@ def test_two_processes_equal_one(tmp_path, pair, name):
     tiny.assert_same(tiny.weights(one.model), two, atol=2e-6 if invariant else 5e-2)
 
 
-@pytest.mark.parametrize("name", ["", *[n for n in NAMES if registry.get(n).spec.resumable]])
+@pytest.mark.parametrize("name", cases([n for n in NAMES if registry.get(n).spec.resumable]))
 def test_two_processes_resume_bit_exactly(tmp_path, pair, name):
     """Also in the middle of the second epoch (step 8 of 6 a run through the data)."""
     try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import random
 from typing import Any
 
 import pytest
 
-from thrifty.errors import InputError
+from thrifty.errors import InputError, NotApplicable
 from thrifty.method import overrides, registry
 from thrifty.planner.measure import measure
 from thrifty.planner.plan import estimate
@@ -23,6 +26,15 @@ MODELS: dict[str, dict[str, Any]] = {
 AT_MOST = {
     name for name in registry.names() if overrides(registry.get(name)(**registry.get(name).spec.preset), "phases")
 }
+# What depends on values, which a dry run has not: real over predicted bytes.
+ROUGH = {
+    "importance-sampling": (0.9, 1.02),  # which samples a step has
+    "mass": (0.93, 1.02),  # how long the masked spans are
+    "moe-upcycle": (0.98, 1.12),  # how unevenly tokens choose experts: balanced in a dry run
+    "moe-switch": (0.95, 1.12),
+    "moe-top2": (0.95, 1.12),
+    "moe-residual": (0.95, 1.12),
+}
 SETTINGS = {"budget": {"tokens": 10**9}}  # the preset's budget ends before a step is measured
 
 
@@ -33,8 +45,23 @@ def _cache(tmp_path_factory: pytest.TempPathFactory):
         yield
 
 
-@pytest.mark.parametrize("name", registry.names())
+# A share that changes every day in `make test`, all of them in `make soak`.
+SEED = os.environ.get("THRIFTY_PAIR_SEED") or datetime.date.today().isoformat()
+SHARE = sorted(random.Random(SEED).sample(registry.names(), min(24, len(registry.names()))))
+
+
+@pytest.mark.parametrize("name", SHARE)
 def test_predicted_peak_is_the_real_one(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", registry.names())
+def test_every_predicted_peak_is_the_real_one(name: str) -> None:
+    check(name)
+
+
+def check(name: str) -> None:
     spec = registry.get(name).spec
     task = next((task for task in spec.tasks if task in MODELS), None) if spec.tasks else "causal-lm"
     if task is None:
@@ -46,8 +73,12 @@ def test_predicted_peak_is_the_real_one(name: str) -> None:
         predicted = estimate(workload, device="cpu", micro_batch=4)
     except InputError as refusal:
         pytest.skip(f"refused on this machine: {refusal}")
-    took = measure(workload, micro_batch=4, steps=1)
+    try:
+        took = measure(workload, micro_batch=4, steps=1)
+    except NotApplicable as refusal:
+        pytest.skip(f"needs a longer run: {refusal}")
     assert took.peak_allocated_bytes is not None
     ratio = took.peak_allocated_bytes / predicted.peak_allocated_bytes
-    least = 0.0 if name in AT_MOST else 0.98
-    assert least < ratio < 1.02, f"{took.peak_allocated_bytes} / {predicted.peak_allocated_bytes}"
+    # The moment of growth holds the old model beside the new one.
+    least, most = (0.0, 1.25) if name in AT_MOST else ROUGH.get(name, (0.98, 1.02))
+    assert least < ratio < most, f"{took.peak_allocated_bytes} / {predicted.peak_allocated_bytes}"

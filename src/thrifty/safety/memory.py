@@ -16,7 +16,7 @@ from thrifty.safety.advice import advisor
 from thrifty.safety.checkpointing import SafeCheckpoints
 from thrifty.safety.first_step import longest_batch
 from thrifty.safety.normalise import targets_of
-from thrifty.safety.oom import MicroBatcher, is_oom, release_memory
+from thrifty.safety.oom import MicroBatcher, is_oom, release_memory, rng_snapshot
 from thrifty.safety.trial import trial_step
 from thrifty.safety.update import UpdateGuard
 
@@ -169,9 +169,29 @@ class SafeMemory(SafeCheckpoints):
             failure = self._try_trial(optimizer, batch, forward_backward)
         if failure is not None:
             self._no_room_for_update(failure, batch)
+        self._forget_trial(batch, items)
         if self.batcher is not None:
             self.batcher.begin_step()
         self._step_loss = None
+
+    def _forget_trial(self, batch: Mapping[str, Any], items: Any) -> None:
+        """Clears what DDP remembers of the trial where it looks for unused parameters.
+
+        It counts a parameter as used from any pass since the last exchange, and then wants its gradient, which a step
+        that skips a block does not have. One exchange with a gradient for everybody clears that.
+        """
+        model: Any = self.model_wrapped
+        if not isinstance(model, DistributedDataParallel) or not model.find_unused_parameters:
+            return
+        restore_rng = rng_snapshot()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.batcher is not None:
+            self.batcher.begin_step()
+        SafeMemory.training_step(self, model, dict(batch), items)
+        model.zero_grad(set_to_none=True)
+        restore_rng()
 
     def _try_trial(self, optimizer: Any, batch: Any, forward_backward: Any) -> str | None:
         """Runs the trial; what is left of an out-of-memory then is the optimizer's own, and its text comes back."""

@@ -112,7 +112,10 @@ def from_fp8(model: nn.Module) -> int:
     micro_batch_invariant=False,
     processes=False,
     claims=("matrix-precision",),
-    conflicts_with={"fp16": "torchao's layers compute in bf16 or float32 around the products"},
+    conflicts_with={
+        "fp16": "torchao's layers compute in bf16 or float32 around the products",
+        "early-bird": "its coefficients sit on the linear layers that fp8 replaces",
+    },
     preset={"smallest": 16},
     library="torchao",
     extra="quant",
