@@ -73,11 +73,11 @@ class Liger(Method):
         return {"use_liger_kernel": True, "liger_kernel_config": kernels}
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+        from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
 
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         kind = getattr(getattr(base, "config", None), "model_type", None)
-        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
             raise NotApplicable(
                 f"liger: liger-kernel has no kernels for {type(base).__name__} (model_type {kind})",
                 key="methods",
