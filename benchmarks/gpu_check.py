@@ -70,6 +70,7 @@ def main() -> None:
         raise SystemExit("error: no CUDA device is present. Fix: run on a machine that has one, or --device cpu --tiny")
     from thrifty.hardware.calibrate import calibrate, forget_calibration
     from thrifty.hardware.devices import detect_id
+    from thrifty.planner.residuals import forget_residuals
 
     ends = time.monotonic() + 60 * options.minutes
     identity = "cpu" if options.device == "cpu" else detect_id(torch.cuda.get_device_name())
@@ -82,6 +83,7 @@ def main() -> None:
     models = TINY if options.tiny else MODELS
     cells = [(model, methods) for methods in METHODS for model in models]
     forget_calibration(identity)
+    forget_residuals(identity)  # the bare prediction is examined
     if options.device == "cuda":
         result["tests"] = gpu_tests()
     save(result, out)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from small import run_values
 from thrifty.bench.measure import Job, Outcome
-
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "seven", "wizards", "box")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,25 +22,9 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The content of a run file that trains a step in a few milliseconds."""
-    text: Path = tmp_path_factory.mktemp("data") / "text.txt"
-    lines = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 12)) for i in range(1, 80)]
-    text.write_text("\n\n".join(lines) + "\n")
     return {
+        **run_values(tmp_path_factory.mktemp("data"), layers=2),
         "task": "causal-lm",
-        "model_config": {
-            "model_type": "llama",
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 64,
-        },
-        "train_file": str(text),
-        "validation_fraction": 0.1,
-        "vocab_size": 280,
-        "max_length": 32,
-        "per_device_train_batch_size": 2,
         "max_steps": 40,
         "learning_rate": 1e-2,
         "warmup_steps": 4,

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
+from thrifty.planner.measure import living_storages
+
 
 class PeakMemory(TrainerCallback):
     """Records the highest memory of any step but the first, in which nothing has its final size yet.
@@ -53,18 +55,3 @@ class PeakMemory(TrainerCallback):
 
     def _note(self, peak: int) -> None:
         self.peak = max(self.peak or 0, peak)
-
-
-def living_storages() -> dict[int, int]:
-    """Bytes of every living tensor storage on the processor, by address."""
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        # By type: lazy modules answer any isinstance question by importing something.
-        if not issubclass(type(thing), torch.Tensor) or thing.device.type != "cpu" or thing.layout != torch.strided:
-            continue
-        try:
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-        except (RuntimeError, NotImplementedError):
-            continue  # a wrapper (quantised, fake) holds no memory of its own; the tensors inside it are seen too
-    return found

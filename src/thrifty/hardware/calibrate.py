@@ -97,6 +97,10 @@ def calibrate(device: str = "cpu", *, seconds: float = 20.0, save: bool = True) 
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(result))
         os.replace(temporary, path)
+        # What was measured beside predictions of the old calibration says nothing of the new ones.
+        from thrifty.planner.residuals import forget_residuals
+
+        forget_residuals(identity)
     return result
 
 

@@ -73,7 +73,7 @@ def measure(
     # One step's samples more than are trained: the loader reads ahead.
     samples = _RandomSamples(workload, micro_batch * (accumulation or _MOST_ACCUMULATED) * (total + 1))
     with tempfile.TemporaryDirectory() as folder:
-        probe = _Probe(device, steps, memory, before=_storages())
+        probe = _Probe(device, steps, memory, before=living_storages())
         try:
             trainer = _trainer(workload, folder, micro_batch, accumulation, device, probe, samples, total)
             trainer.remove_callback(PrinterCallback)
@@ -194,7 +194,7 @@ class _Probe(TrainerCallback):
                 torch.cuda.reset_peak_memory_stats()
         if self.profiled and state.global_step == WARM_UP + self.timed:
             gc.collect()
-            self._base = sum(size for key, size in _storages().items() if key not in self.before)
+            self._base = sum(size for key, size in living_storages().items() if key not in self.before)
             activities = [torch.profiler.ProfilerActivity.CPU]
             self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
             self._profile.__enter__()
@@ -226,7 +226,7 @@ class _Probe(TrainerCallback):
         )
 
 
-def _storages() -> dict[int, int]:
+def living_storages() -> dict[int, int]:
     """Bytes of every living tensor storage of this process by address: weights, states, batches, masks, averages."""
     found: dict[int, int] = {}
     for thing in gc.get_objects():

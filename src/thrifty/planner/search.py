@@ -124,9 +124,7 @@ def factorisations(global_batch: int, devices: int) -> list[tuple[int, int]]:
     return [(micro, share // micro) for micro in range(1, share + 1) if share % micro == 0]
 
 
-def alternatives(
-    workload: Workload, allow: Sequence[str], device: str = "cuda", most: int | None = None
-) -> list[Recipe]:
+def alternatives(workload: Workload, allow: Sequence[str], device: str = "cuda") -> list[Recipe]:
     """The recipes to try: the user's own, and with combinations of declared choices, those with few additions first.
 
     Choices that leave the mathematics unchanged are free; the others need to be allowed, by name or by section.
@@ -135,7 +133,6 @@ def alternatives(
         workload: The run, with the user's methods.
         allow: Names, sections, or `all`.
         device: Kind of device.
-        most: No more recipes than this; default `MOST_CLASSES`.
 
     Raises:
         InputError: Something allowed is neither a method with choices nor a section.
@@ -143,7 +140,7 @@ def alternatives(
     from thrifty.recipe import Recipe
 
     found = _combinations(Recipe.parse(workload.methods), _choices(workload, allow, device))
-    return list(itertools.islice(found, MOST_CLASSES if most is None else most))
+    return list(itertools.islice(found, MOST_CLASSES))
 
 
 def single_additions(workload: Workload, device: str = "cuda") -> list[Recipe]:

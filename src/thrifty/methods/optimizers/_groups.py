@@ -54,6 +54,22 @@ def hidden_groups(groups: list[dict[str, Any]], model: nn.Module | None, rank: i
     return parts
 
 
+def check_rank(model: nn.Module, name: str, rank: int, value: int, fix: str) -> None:
+    """Refuses a rank (for the method `name`, whose setting is `value`) that no trained matrix of the blocks exceeds.
+
+    Raises:
+        NotApplicable: Nothing would be of low rank.
+    """
+    trained: list[Any] = [m.weight for blocks in find_blocks(model) for m in block_linears(blocks).values()]
+    if not any(weight.requires_grad and min(weight.shape) > rank for weight in trained):
+        raise NotApplicable(
+            f"{name}: no hidden matrix that is trained has sides above {rank}",
+            key=f"methods.{name}.rank",
+            value=value,
+            fix=fix,
+        )
+
+
 def vocabulary_groups(groups: list[dict[str, Any]], model: Any) -> list[dict[str, Any]]:
     """Splits the groups and marks embeddings and language heads, whose first axis is a vocabulary, `vocabulary`."""
     found = set()

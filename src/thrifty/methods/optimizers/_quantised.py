@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.errors import NotApplicable
+from thrifty.method import Method
 from thrifty.methods.optimizers._adam import ByParameter, adam_direction
-from thrifty.methods.optimizers._groups import split
+from thrifty.methods.optimizers._groups import refuse_sharding, split
 
 Implementation = Literal["auto", "library", "torch"]
 
@@ -211,6 +212,33 @@ class QuantisedLion(QuantisedOptimizer):
         momentum.lerp_(gradient, 1 - beta2)
         if quantised:
             self.write(p, "exp_avg", momentum, True)
+
+
+@dataclass(kw_only=True)
+class SmallStates(Method):
+    """What the methods with small optimizer states share."""
+
+    min_size: int = 4096
+    """Tensors with fewer elements keep 32-bit states."""
+
+    def __post_init__(self) -> None:
+        if self.min_size < 0:
+            raise ValueError(f"min_size must not be negative, got {self.min_size}")
+
+    def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
+        refuse_sharding(self.name, args)
+        return {}
+
+    def adamw(self, groups: list[dict[str, Any]], codec: Codec, ctx: Any) -> QuantisedAdamW:
+        """AdamW with states of that form, and the run's own settings."""
+        parts = quantised_groups(groups, ctx.model)
+        return QuantisedAdamW(parts, codec, min_size=self.min_size, **adam_settings(ctx))
+
+
+def adam_settings(ctx: Any) -> dict[str, Any]:
+    """Learning rate, betas and epsilon of the run."""
+    args = ctx.args
+    return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
 
 
 def quantised_groups(groups: list[dict[str, Any]], model: nn.Module | None) -> list[dict[str, Any]]:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from thrifty.method import Method, Paper, register
-from thrifty.methods.optimizers._groups import refuse_sharding
+from thrifty.method import Paper, register
 from thrifty.methods.optimizers._quantised import (
     Codec,
     Implementation,
-    QuantisedAdamW,
+    SmallStates,
+    adam_settings,
     bitsandbytes_groups,
     quantised_groups,
     use_library,
@@ -47,32 +47,24 @@ BLOCKWISE_8BIT = Codec(bits=8, block=256)
     choices={"allow": [{}]},
 )
 @dataclass(kw_only=True)
-class AdamW8bit(Method):
+class AdamW8bit(SmallStates):
     """AdamW with one byte for each state. Learning rate, betas, epsilon and decay are those of the run."""
 
-    min_size: int = 4096
-    """Tensors with fewer elements keep 32-bit states."""
     implementation: Implementation = "auto"
     """library: the kernels of bitsandbytes; torch: the same in plain torch; auto: the kernels on CUDA."""
 
-    def __post_init__(self) -> None:
-        if self.min_size < 0:
-            raise ValueError(f"min_size must not be negative, got {self.min_size}")
-
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
-        refuse_sharding(self.name, args)
         use_library(self.implementation, self.name, "bitsandbytes", ctx)
-        return {}
+        return super().configure(args, ctx)
+
+    def library_class(self) -> Any:
+        """The optimizer of bitsandbytes."""
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit
 
     def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
-        parts = quantised_groups(groups, ctx.model)
-        settings = {
-            "lr": ctx.args.learning_rate,
-            "betas": (ctx.args.adam_beta1, ctx.args.adam_beta2),
-            "eps": ctx.args.adam_epsilon,
-        }
-        if use_library(self.implementation, self.name, "bitsandbytes", ctx):
-            from bitsandbytes.optim import AdamW8bit as Library
-
-            return Library(bitsandbytes_groups(parts), min_8bit_size=self.min_size, **settings)
-        return QuantisedAdamW(parts, BLOCKWISE_8BIT, min_size=self.min_size, **settings)
+        if not use_library(self.implementation, self.name, "bitsandbytes", ctx):
+            return self.adamw(groups, BLOCKWISE_8BIT, ctx)
+        parts = bitsandbytes_groups(quantised_groups(groups, ctx.model))
+        return self.library_class()(parts, min_8bit_size=self.min_size, **adam_settings(ctx))

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from thrifty.method import Method, Paper, register
-from thrifty.methods.optimizers._groups import refuse_sharding
-from thrifty.methods.optimizers._quantised import Codec, QuantisedAdamW, quantised_groups
+from thrifty.method import Paper, register
+from thrifty.methods.optimizers._quantised import Codec, SmallStates
 
 
 @register(
@@ -34,27 +33,8 @@ from thrifty.methods.optimizers._quantised import Codec, QuantisedAdamW, quantis
     preset={"min_size": 16},
 )
 @dataclass(kw_only=True)
-class AdamWFp8(Method):
+class AdamWFp8(SmallStates):
     """AdamW with an fp8 number for each state. Learning rate, betas, epsilon and decay are those of the run."""
 
-    min_size: int = 4096
-    """Tensors with fewer elements keep 32-bit states."""
-
-    def __post_init__(self) -> None:
-        if self.min_size < 0:
-            raise ValueError(f"min_size must not be negative, got {self.min_size}")
-
-    def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
-        refuse_sharding(self.name, args)
-        return {}
-
     def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
-        parts = quantised_groups(groups, ctx.model)
-        return QuantisedAdamW(
-            parts,
-            Codec(bits=8, block=256, kind="fp8"),
-            lr=ctx.args.learning_rate,
-            betas=(ctx.args.adam_beta1, ctx.args.adam_beta2),
-            eps=ctx.args.adam_epsilon,
-            min_size=self.min_size,
-        )
+        return self.adamw(groups, Codec(bits=8, block=256, kind="fp8"), ctx)

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.architecture import block_linears, find_blocks
-from thrifty.method import Method, NotApplicable, Paper, register
+from thrifty.method import Method, Paper, register
 from thrifty.methods.optimizers._adam import ByParameter, adam_direction, adamw_step
-from thrifty.methods.optimizers._groups import hidden_groups, refuse_sharding
+from thrifty.methods.optimizers._groups import check_rank, hidden_groups, refuse_sharding
 
 GROWTH_LIMIT = 1.01  # how much longer a step may be than the one before
 
@@ -139,14 +138,7 @@ class Apollo(Method):
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
         rank = 1 if self.mini else self.rank
-        trained: list[Any] = [m.weight for blocks in find_blocks(model) for m in block_linears(blocks).values()]
-        if not any(weight.requires_grad and min(weight.shape) > rank for weight in trained):
-            raise NotApplicable(
-                f"apollo: no hidden matrix that is trained has sides above {rank}",
-                key="methods.apollo.rank",
-                value=self.rank,
-                fix="set it to a fraction of the hidden size, or mini: true",
-            )
+        check_rank(model, self.name, rank, self.rank, "set it to a fraction of the hidden size, or mini: true")
         return model
 
     def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:

@@ -20,10 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from thrifty.architecture import block_linears, find_blocks
-from thrifty.method import Method, NotApplicable, Paper, register
+from thrifty.method import Method, Paper, register
 from thrifty.methods.optimizers._adam import ByParameter, adam_direction, adamw_step
-from thrifty.methods.optimizers._groups import hidden_groups, refuse_sharding
+from thrifty.methods.optimizers._groups import check_rank, hidden_groups, refuse_sharding
 
 
 def strongest_directions(gradient: Tensor, rank: int) -> Tensor:
@@ -126,14 +125,7 @@ class GaLore(Method):
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
         rank = self.rank
-        trained: list[Any] = [m.weight for blocks in find_blocks(model) for m in block_linears(blocks).values()]
-        if not any(weight.requires_grad and min(weight.shape) > rank for weight in trained):
-            raise NotApplicable(
-                f"galore: no hidden matrix that is trained has sides above {rank}",
-                key="methods.galore.rank",
-                value=self.rank,
-                fix="set it to a fraction of the hidden size",
-            )
+        check_rank(model, self.name, rank, self.rank, "set it to a fraction of the hidden size")
         return model
 
     def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from thrifty.method import Method, Paper, register
-from thrifty.methods.optimizers._groups import refuse_sharding
+from thrifty.method import Paper, register
 from thrifty.methods.optimizers._quantised import (
     Codec,
     Implementation,
     QuantisedLion,
+    SmallStates,
     bitsandbytes_groups,
     quantised_groups,
     use_library,
@@ -43,26 +43,22 @@ from thrifty.methods.optimizers._quantised import (
     extra="quant",
 )
 @dataclass(kw_only=True)
-class Lion8bit(Method):
+class Lion8bit(SmallStates):
     """Sign updates with one byte a weight. Learning rate and weight decay are those of the run."""
 
     betas: tuple[float, float] = (0.9, 0.99)
     """Interpolation for the update, and decay of the momentum; the paper's language models use (0.95, 0.98)."""
-    min_size: int = 4096
-    """Tensors with fewer elements keep a 32-bit state."""
     implementation: Implementation = "auto"
     """library: the kernels of bitsandbytes; torch: the same in plain torch; auto: the kernels on CUDA."""
 
     def __post_init__(self) -> None:
         if not all(0 <= beta <= 1 for beta in self.betas):
             raise ValueError(f"betas are two numbers between 0 and 1, got {list(self.betas)}")
-        if self.min_size < 0:
-            raise ValueError(f"min_size must not be negative, got {self.min_size}")
+        super().__post_init__()
 
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
-        refuse_sharding(self.name, args)
         use_library(self.implementation, self.name, "bitsandbytes", ctx)
-        return {}
+        return super().configure(args, ctx)
 
     def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
         parts = quantised_groups(groups, ctx.model)

@@ -15,18 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from thrifty.method import Method, Paper, register
-from thrifty.methods.optimizers._groups import refuse_sharding
-from thrifty.methods.optimizers._quantised import (
-    Codec,
-    Implementation,
-    QuantisedAdamW,
-    bitsandbytes_groups,
-    quantised_groups,
-    use_library,
-)
+from thrifty.method import Paper, register
+from thrifty.methods.optimizers._quantised import Implementation
+from thrifty.methods.optimizers.adamw_8bit import AdamW8bit
 
 
 @register(
@@ -42,32 +33,13 @@ from thrifty.methods.optimizers._quantised import (
     extra="quant",
 )
 @dataclass(kw_only=True)
-class PagedAdamW8bit(Method):
+class PagedAdamW8bit(AdamW8bit):
     """AdamW with one byte for each state, in memory that the driver pages."""
 
-    min_size: int = 4096
-    """Tensors with fewer elements keep 32-bit states."""
     implementation: Implementation = "auto"
     """library: the kernels of bitsandbytes; torch: the same in plain torch, not paged; auto: the kernels on CUDA."""
 
-    def __post_init__(self) -> None:
-        if self.min_size < 0:
-            raise ValueError(f"min_size must not be negative, got {self.min_size}")
+    def library_class(self) -> Any:
+        from bitsandbytes.optim import PagedAdamW8bit
 
-    def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
-        refuse_sharding(self.name, args)
-        use_library(self.implementation, self.name, "bitsandbytes", ctx)
-        return {}
-
-    def build_optimizer(self, groups: list[dict[str, Any]], ctx: Any) -> torch.optim.Optimizer:
-        parts = quantised_groups(groups, ctx.model)
-        settings = {
-            "lr": ctx.args.learning_rate,
-            "betas": (ctx.args.adam_beta1, ctx.args.adam_beta2),
-            "eps": ctx.args.adam_epsilon,
-        }
-        if use_library(self.implementation, self.name, "bitsandbytes", ctx):
-            from bitsandbytes.optim import PagedAdamW8bit as Library
-
-            return Library(bitsandbytes_groups(parts), min_8bit_size=self.min_size, **settings)
-        return QuantisedAdamW(parts, Codec(bits=8, block=256), min_size=self.min_size, **settings)
+        return PagedAdamW8bit
