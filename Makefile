@@ -34,8 +34,11 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak/kill.py --kills 200 --out benchmarks/results/soak-kills.json
 
 bench: $(VENV)/.installed-dev
-	set -e; for script in published search_speed guard_overhead bench_can_tell regret; do \
+	set -e; for script in published search_speed guard_overhead bench_can_tell regret \
+	    overhead start_up saving utilisation; do \
 	  echo "$$script"; $(BIN)/python benchmarks/$$script.py; done
+	$(BIN)/python benchmarks/fine_tuning.py --quick
+	$(BIN)/python benchmarks/time_to_loss.py --quick
 	$(BIN)/thrifty bench --publish benchmarks/results $(ARGS)
 	$(BIN)/python docs/generate.py
 

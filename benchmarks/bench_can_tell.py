@@ -41,17 +41,16 @@ class PlantedSlowDown(Method):
     by: float = SLOWER_BY
     """Share of the step's own time."""
 
-    last: float = field(default=0.0, init=False, repr=False)
+    begun: float = field(default=0.0, init=False, repr=False)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
-        self.last = time.perf_counter()
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+        self.begun = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         now = time.perf_counter()
-        until = now + self.by * (now - self.last)
+        until = now + self.by * (now - self.begun)
         while time.perf_counter() < until:
             pass
-        self.last = time.perf_counter()
 
 
 def repeat(

@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 
 from thrifty.config import load_config
-from thrifty.safety import checkpointing, memory, oom, running, store, update
+from thrifty.safety import checkpointing, lean, memory, oom, running, store, update
 
 LIMIT = 0.01
 HANDED_ON = (
@@ -91,8 +91,11 @@ def install(watch: Stopwatch) -> None:
         for name in names:
             if name in vars(cls):
                 setattr(cls, name, watch.around(vars(cls)[name], f"{cls.__name__}.{name}"))
-    for name in HANDED_ON:
-        setattr(transformers.Trainer, name, watch.around(vars(transformers.Trainer)[name], None))
+    # What `LeanLoop` does in the parent's place is the parent's work.
+    for cls in (transformers.Trainer, lean.LeanLoop):
+        for name in HANDED_ON:
+            if name in vars(cls):
+                setattr(cls, name, watch.around(vars(cls)[name], None))
     for cls, place in ((oom.MicroBatcher, 2), (update.UpdateGuard, 1)):
         # Both are handed the function that does the work.
         inner = vars(cls)["run"]

@@ -2,20 +2,25 @@
 
 Every row of `published.csv` that the planner can express is predicted from device facts alone: no constant anywhere was
 fitted to these rows. Rows that need a method which does not exist yet are listed as such. Three sources differ from
-what a trainer does today by itself in ways that are documented and modelled, each applied to all rows of its source:
+what a trainer does today by itself in ways that are documented and modelled, each applied to all rows of its source
+that it concerns:
 
 - The single-GPU guide (2022) ran torch 1.x: `zero_grad` filled gradients with zeros and kept them, so that they exist
   from the start of each step as under accumulation (the default changed with torch 2.0: pytorch/pytorch#92731); and
   AdamW updated one parameter at a time.
 - torchtune's recipe for this model takes the fused AdamW and does not clip gradients (torchtune 0.6.1,
-  recipes/configs/llama3_2/3B_full.yaml).
+  recipes/configs/llama3_2/3B_full.yaml). Its chunked cross-entropy divides the loss only: the model returns the logits
+  of all chunks at once (torchtune 0.6.1, modules/transformer.py, `chunked_output`), and the compiled loss keeps them,
+  in bfloat16, for the backward pass.
 - LitGPT computes phi's activation in one kernel (`torch.nn.functional.gelu`, litgpt 0.5.0, model.py) where transformers
-  takes several.
+  takes several. The four-bit product of bitsandbytes kept its input for the backward pass, which a frozen weight does
+  not need, until July 2024 (bitsandbytes-foundation/bitsandbytes#1270); the row is of October 2023.
 
 These adjustments were found by asking why the first predictions were off, so each adjusted row also carries
 `unadjusted_error`: the error of today's software as it is, and the summary gives both.
 
     python benchmarks/published.py            # writes benchmarks/results/published.json
+    python benchmarks/published.py lit-6      # shows one row
 """
 
 from __future__ import annotations
@@ -25,10 +30,14 @@ import json
 import math
 import platform
 import statistics
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from thrifty.errors import InputError
 from thrifty.hardware.devices import get_device
@@ -37,6 +46,7 @@ from thrifty.planner.compiled import CLOSED_FORMS
 from thrifty.planner.fit import compile_optimizer
 from thrifty.planner.plan import estimate, estimate_of
 from thrifty.planner.search import Evaluator, zero_state_bytes
+from thrifty.planner.store import content_hash
 from thrifty.planner.structure import Structure
 from thrifty.planner.workload import Workload, make_workload
 from thrifty.recipe import Recipe
@@ -53,15 +63,20 @@ METHODS = {
     "activation offload": "activation-offload",
 }
 GB, GIB = 1e9, 2**30
+TORCHTUNE_CHUNKS = 8
 
 
-def main() -> None:
-    """Predicts all rows and writes the result file."""
+def main(only: list[str]) -> None:
+    """Predicts all rows and writes the result file; of single rows shows the prediction and writes nothing."""
     rows = list(csv.DictReader((HERE / "published.csv").open(encoding="utf-8")))
     found = []
     for row in rows:
+        if only and row["id"] not in only:
+            continue
         found.append(predict(row))
         print(show(found[-1]), flush=True)
+    if only:
+        return
     memory = [abs(r["memory_error"]) for r in found if r.get("memory_error") is not None and r["kind"] == "run"]
     plain = [abs(r["unadjusted_error"]) for r in found if r.get("unadjusted_error") is not None and r["kind"] == "run"]
     speed = [abs(r["throughput_error"]) for r in found if r.get("throughput_error") is not None]
@@ -114,30 +129,102 @@ def predict(row: dict[str, str]) -> dict[str, Any]:
     return out
 
 
-class Structure2022(Structure):
-    """A class as torch 1.x ran it: one parameter at a time in the update."""
+class OtherSoftware(Structure):
+    """A class that ran on software which differs from today's."""
 
-    @property
-    def update_key(self) -> str:  # type: ignore[override]
-        return super().update_key + "-2022"
+    software = ""
+
+    @cached_property
+    def key(self) -> str:
+        return content_hash([Structure.__dict__["key"].func(self), self.software])
+
+    def update_key(self, step: Any) -> str:
+        return content_hash([super().update_key(step), self.software])
+
+
+class Torch2022(OtherSoftware):
+    """Torch 1.x: one parameter at a time in the update."""
+
+    software = "torch 1"
 
     def build_optimizer(self, parameters: list[Any]) -> Any:
-        import torch
-
         built = super().build_optimizer(parameters)
         if isinstance(built, torch.optim.AdamW):
             return torch.optim.AdamW(parameters, foreach=False)
         return built
 
 
+class Torchtune(OtherSoftware):
+    """Torchtune 0.6: the logits of all chunks exist together, and the loss of each is one compiled kernel."""
+
+    software = "torchtune 0.6"
+
+    def model_loss(self, model: Any, inputs: Any) -> Any:
+        hidden = model.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+        labels = inputs["labels"].chunk(TORCHTUNE_CHUNKS, dim=1)
+        logits = [model.lm_head(chunk) for chunk in hidden.chunk(TORCHTUNE_CHUNKS, dim=1)]
+        losses = [CompiledLoss.apply(chunk, part) for chunk, part in zip(logits, labels, strict=True)]
+        return torch.stack(losses).sum()
+
+
+class CompiledLoss(torch.autograd.Function):
+    """Cross-entropy as one kernel forward and one backward: float32 exists in registers only."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits, labels, logits.amax(-1).float())
+        return logits.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0] * gradients[0].to(ctx.saved_tensors[0].dtype), None
+
+
+class Bitsandbytes2023(OtherSoftware):
+    """Bitsandbytes before 0.43.2: four-bit products keep their inputs."""
+
+    software = "bitsandbytes 0.41"
+
+    def _transform(self, model: Any) -> Any:
+        model = super()._transform(model)
+        for module in model.modules():
+            if type(module).__name__ == "FourBitLinear":
+                module.register_forward_hook(lambda module, args, output: KeptInput.apply(output, args[0]))
+        return model
+
+
+class KeptInput(torch.autograd.Function):
+    """Passes its first argument on and keeps the second until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def software_of(row: dict[str, str]) -> type[Structure]:
+    """What ran a row."""
+    if row["id"].startswith("hf-bert"):
+        return Torch2022
+    if row["source"].startswith("torchtune") and "chunked" in row["other"]:
+        return Torchtune
+    if row["source"].startswith("LitGPT") and row["peft"].startswith("qlora"):
+        return Bitsandbytes2023
+    return Structure
+
+
 def estimated(row: dict[str, str]) -> Any:
     """The planner's estimate of a row."""
     workload, device = workload_of(row), device_of(row)
     micro, accumulation = int(row["micro_batch"]), int(row["accumulation"])
-    if not row["id"].startswith("hf-bert"):
-        return estimate(workload, device=device, micro_batch=micro, accumulation=accumulation)
-    structure = Structure2022(workload, Recipe.parse(workload.methods), device)
+    structure = software_of(row)(workload, Recipe.parse(workload.methods), device)
     evaluator, compiled = Evaluator(workload, device), structure.compile()
+    if not row["id"].startswith("hf-bert"):
+        return estimate_of(evaluator, structure, compiled, micro, accumulation, "none")
     # Gradients that live through the step are what accumulation has; time is that of the real number of micro-batches.
     memory = estimate_of(evaluator, structure, compiled, micro, max(2, accumulation), "none")
     timed = estimate_of(evaluator, structure, compiled, micro, accumulation, "none")
@@ -157,6 +244,8 @@ def workload_of(row: dict[str, str], *, adjusted: bool = True) -> Workload:
         name = row["peft"].split()[0]
         methods.append({name: {"r": 8, "target_modules": targets(row["model"])}})
     methods += [method for word, method in METHODS.items() if word in row["other"]]
+    if adjusted and software_of(row) is Torchtune:
+        methods.remove("chunked-cross-entropy")
     config = resolve(MODELS.get(row["model"], row["model"]))
     if adjusted and row["source"].startswith("LitGPT") and config.hidden_act == "gelu_new":
         config.hidden_act = "gelu_pytorch_tanh"
@@ -225,7 +314,6 @@ def adafactor_with_momentum(parameters: list[Any]) -> Any:
 
 def meta_model(workload: Workload) -> Any:
     """The full model without memory."""
-    import torch
     from transformers import AutoModelForSeq2SeqLM
 
     with torch.device("meta"):
@@ -262,6 +350,6 @@ def show(row: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     try:
-        main()
+        main(sys.argv[1:])
     except InputError as error:
         raise SystemExit(f"error: {error}") from None

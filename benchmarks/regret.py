@@ -3,9 +3,11 @@
     python benchmarks/regret.py --minutes 60      # writes benchmarks/results/regret.json; goes on where it was
 
 For each workload the planner sees a limit on memory and a global batch. Every configuration that it considered is then
-trained for real, in rounds (A B C, A B C, ...), so that slow spells of the machine meet all of them. The choice is
-good when it is within the limit by the allocator's own count, and its time over the best fitting one's has an interval
-that includes or lies below 1.05. Step times of all configurations are compared with the calibrated prediction.
+trained for real, in rounds (A B C, A B C, ...), so that slow spells of the machine meet all of them; after the first
+round only the choice and what came near the best go on. Every measurement is kept at once, so that a run can be ended
+and taken up anywhere. The choice is good when it is within the limit by the allocator's own count, and its time over
+the best fitting one's has an interval that includes or lies below 1.05. Step times of all configurations are compared
+with the calibrated prediction.
 """
 
 from __future__ import annotations
@@ -13,17 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import statistics
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ROUNDS = 3
+ROUNDS = 5
+# Times of the first round above this share of the best one's are out of the race.
+NEAR = 1.3
+# Student's t, 95 %, by degrees of freedom.
+T_95 = {2: 4.303, 3: 3.182, 4: 2.776}
 LEAST_CONFIGURATIONS = 24
 TOLERANCE = 1.05
 MIB = 2**20
@@ -78,9 +80,8 @@ def workload_of(index: int) -> Any:
     return make_workload(model, task=task, methods=["adamw"], **options)
 
 
-def run(index: int, ends: float) -> dict[str, Any] | None:
-    """Plans and sweeps one workload; None where the time ran out."""
-    from thrifty.planner.measure import measure
+def prepare(index: int) -> dict[str, Any]:
+    """Plans one workload: its limit, the choice, and what to measure."""
     from thrifty.planner.plan import plan
 
     *_, batch, tightness = WORKLOADS[index]
@@ -92,34 +93,63 @@ def run(index: int, ends: float) -> dict[str, Any] | None:
     limit = round(least + tightness * (most - least))
     chosen = plan(workload, device="cpu", global_batch=batch, memory=limit).require()
     assert len(table) >= LEAST_CONFIGURATIONS, f"{len(table)} configurations are too few to choose from"
-    rows = [search.configuration(i) for i in range(len(table))]
-    times: list[list[float]] = [[] for _ in rows]
-    peaks: list[int | None] = [None] * len(rows)
+    rows = [search.configuration(i).to_dict() for i in range(len(table))]
+    at = next(i for i, r in enumerate(rows) if (r["methods"], r["micro_batch"]) == (chosen.methods, chosen.micro_batch))
+    return {
+        "workload": index, "limit_bytes": limit, "chosen": at, "rows": rows, "seconds": table["seconds"].tolist(),
+        "allocated": table["allocated"].tolist(), "times": [[] for _ in rows], "peaks": [None for _ in rows],
+    }  # fmt: skip
+
+
+def contenders(state: dict[str, Any], number: int) -> list[int]:
+    """What a round measures: everything first, then the choice and what can still be the best."""
+    if number == 0:
+        return list(range(len(state["rows"])))
+    fitting = [i for i, peak in enumerate(state["peaks"]) if (peak or 0) <= state["limit_bytes"]]
+    best = min(state["times"][i][0] for i in fitting)
+    return [i for i in range(len(state["rows"]))
+            if i == state["chosen"] or (i in fitting and state["times"][i][0] <= NEAR * best)]  # fmt: skip
+
+
+def sweep(state: dict[str, Any], ends: float, keep: Path) -> bool:
+    """Measures what is missing, and keeps every single measurement; says whether all is there."""
+    from thrifty.planner.measure import measure
+
+    workload = workload_of(state["workload"])
     for number in range(ROUNDS):
-        for i, row in enumerate(rows):
+        for i in contenders(state, number):
+            if len(state["times"][i]) > number:
+                continue
             if time.monotonic() > ends:
-                return None
-            took = measure(workload.with_methods(row.methods), micro_batch=row.micro_batch,
-                           accumulation=row.accumulation, steps=2, memory=number == 0)  # fmt: skip
+                return False
+            row = state["rows"][i]
+            took = measure(workload.with_methods(row["methods"]), micro_batch=row["micro_batch"],
+                           accumulation=row["accumulation"], steps=2, memory=number == 0)  # fmt: skip
             assert took.step_seconds is not None
-            times[i].append(took.step_seconds)
-            peaks[i] = peaks[i] if took.peak_allocated_bytes is None else took.peak_allocated_bytes
-    at = next(i for i, r in enumerate(rows) if (r.methods, r.micro_batch) == (chosen.methods, chosen.micro_batch))
-    fitting = [i for i in range(len(rows)) if (peaks[i] or 0) <= limit]
-    best = min(fitting, key=lambda i: statistics.median(times[i]))
+            state["times"][i].append(took.step_seconds)
+            state["peaks"][i] = state["peaks"][i] if number else took.peak_allocated_bytes
+            keep.write_text(json.dumps(state), encoding="utf-8")
+    return True
+
+
+def judge(state: dict[str, Any]) -> dict[str, Any]:
+    """What a finished sweep says of the choice."""
+    index, times, peaks, at = state["workload"], state["times"], state["peaks"], state["chosen"]
+    near = [i for i in contenders(state, 1) if (peaks[i] or 0) <= state["limit_bytes"]]
+    best = min(near, key=lambda i: statistics.median(times[i]))
     ratios = [math.log(a / b) for a, b in zip(times[at], times[best], strict=True)]
     middle = statistics.mean(ratios)
-    # t for two degrees of freedom, 95 %
-    half = 4.303 * statistics.stdev(ratios) / math.sqrt(len(ratios)) if at != best else 0.0
-    errors = [float(table["seconds"][i]) / statistics.median(times[i]) - 1 for i in range(len(rows))]
-    memory = [float(table["allocated"][i]) / (peaks[i] or 1) - 1 for i in range(len(rows))]
+    half = T_95[ROUNDS - 1] * statistics.stdev(ratios) / math.sqrt(len(ratios)) if at != best else 0.0
+    fitting = sum((peak or 0) <= state["limit_bytes"] for peak in peaks)
     return {
-        "workload": index, "model": WORKLOADS[index][0], "task": WORKLOADS[index][1], "limit_bytes": limit,
-        "configurations": len(rows), "fitting": len(fitting), "chosen": search.configuration(at).to_dict(),
-        "best": search.configuration(best).to_dict(), "chosen_peak_bytes": peaks[at],
-        "within_limit": (peaks[at] or 0) <= limit, "ratio": math.exp(middle),
+        "workload": index, "model": WORKLOADS[index][0], "task": WORKLOADS[index][1],
+        "limit_bytes": state["limit_bytes"], "configurations": len(times), "fitting": fitting, "contenders": len(near),
+        "chosen": state["rows"][at], "best": state["rows"][best], "chosen_peak_bytes": peaks[at],
+        "within_limit": (peaks[at] or 0) <= state["limit_bytes"], "ratio": math.exp(middle),
         "interval": [math.exp(middle - half), math.exp(middle + half)],
-        "good": math.exp(middle - half) <= TOLERANCE, "time_errors": errors, "memory_errors": memory,
+        "good": math.exp(middle - half) <= TOLERANCE,
+        "time_errors": [said / statistics.median(took) - 1 for said, took in zip(state["seconds"], times, strict=True)],
+        "memory_errors": [said / (took or 1) - 1 for said, took in zip(state["allocated"], peaks, strict=True)],
     }  # fmt: skip
 
 
@@ -128,20 +158,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--calibrate", type=float, default=20.0, help="seconds; 0 takes the stored calibration")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of workloads")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "regret.json")
     options = parser.parse_args()
     from thrifty.hardware.calibrate import calibrate
 
     ends = time.monotonic() + 60 * options.minutes
     done: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"workloads": []}
-    if options.calibrate:
+    if options.calibrate and not options.out.with_suffix(".partial.json").exists():
         calibrate("cpu", seconds=options.calibrate)
     for index in range(len(WORKLOADS)):
-        if any(entry["workload"] == index for entry in done["workloads"]):
+        if any(entry["workload"] == index for entry in done["workloads"]) or index not in (options.only or [index]):
             continue
-        entry = run(index, ends)
-        if entry is None:
+        if time.monotonic() > ends:
             break
+        keep = options.out.with_suffix(".partial.json")
+        state = json.loads(keep.read_text(encoding="utf-8")) if keep.exists() else None
+        if state is None or state["workload"] != index:
+            state = prepare(index)
+        if not sweep(state, ends, keep):
+            break
+        entry = judge(state)
+        keep.unlink()
         done["workloads"].append(entry)
         done |= summary(done["workloads"])
         options.out.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
@@ -152,11 +190,12 @@ def main() -> None:
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Over all workloads."""
+    from thrifty.bench.result import circumstances
+
     time_errors = [abs(e) for entry in entries for e in entry["time_errors"]]
     memory_errors = [abs(e) for entry in entries for e in entry["memory_errors"]]
     return {
-        "date": datetime.now(UTC).date().isoformat(), "machine": platform.platform(), "cores": os.cpu_count(),
-        "versions": {name: version(name) for name in ("torch", "transformers")}, "rounds": ROUNDS,
+        **circumstances(), "rounds": ROUNDS,
         "done": len(entries), "of": len(WORKLOADS), "within_limit": sum(e["within_limit"] for e in entries),
         "good": sum(e["good"] for e in entries), "median_ratio": statistics.median(e["ratio"] for e in entries),
         "mean_time_error": statistics.mean(time_errors), "median_time_error": statistics.median(time_errors),

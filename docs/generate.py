@@ -76,6 +76,7 @@ def method_page(cls: type[Method]) -> str:
         "tasks": ", ".join(spec.tasks) or "all",
         "cannot be combined with": "; ".join(f"{k} ({why})" for k, why in spec.conflicts_with.items()) or "none",
     }
+    facts |= {f"on a device of the kind {kind}": f"emulated ({why})" for kind, why in spec.emulated.items()}
     lines += [f"- {key}: {value}" for key, value in facts.items()] + [""]
     module = sys.modules[cls.__module__]
     pure = [

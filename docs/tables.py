@@ -7,6 +7,7 @@ NAME is a result file without `.json`; `docs/generate.py` fills it in.
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,40 @@ def block(name: str) -> str:
 
 
 def result_pages() -> dict[Path, str]:
-    """One page for every result file of the bench."""
+    """One page for every result file of the bench, and one for all evidence."""
     made = {}
-    for path, _ in results():
-        lines = [f"# {path.stem}", "", f"From `benchmarks/results/{path.name}`.", "", block(path.stem)]
+    for path, result in results():
+        lines = [f"# {title(path.stem, result)}", "", f"From `benchmarks/results/{path.name}`.", "", block(path.stem)]
         made[ROOT / "docs/results" / f"{path.stem}.md"] = "\n".join(lines)
+    if any(path.stem.startswith("evidence-") for path in made):
+        lines = ["# Evidence: each technique against its baseline", "", EVIDENCE, "", block("evidence")]
+        made[ROOT / "docs/results/evidence.md"] = "\n".join(lines)
     return made
+
+
+EVIDENCE = (
+    "Each row is a file of `benchmarks/results/`, made by the evidence file of that name in `benchmarks/evidence/`: "
+    "real data, both sides with a schedule of their own that decays fully, at equal seconds. Rows that did not help "
+    "stay. A side whose pace cannot be told from the baseline's gets as many steps. Runs are short, so that they say "
+    "what a technique does early, on a small model; a larger one may differ."
+)
+TITLES = {
+    "bench-embedded": "The bench: a small Llama on the embedded text",
+    "bench-bert-films": "The bench: MiniLM fine-tuned on film reviews",
+    "bench-vit-digits": "The bench: a small ViT on digits",
+    "bench-instructions": "The bench: a small Llama on instructions of very unequal lengths",
+    "bench-can-tell": "Can the bench tell?",
+    "bench-repeat": "Does the bench say the same twice?",
+    "depth-sweep": "Deep models: ReZero and Fixup where the plain model stops to train",
+    "guide-cpu": "The single-GPU guide, measured on a processor",
+    "guide-accelerator": "The single-GPU guide, measured on an accelerator",
+    "peers": "Other tools on the same task",
+}
+
+
+def title(stem: str, result: Mapping[str, Any]) -> str:
+    """A heading for a result's page."""
+    return TITLES.get(stem) or (f"Evidence: {result['name']}" if stem.startswith("evidence-") else stem)
 
 
 def results() -> list[tuple[Path, dict[str, Any]]]:
@@ -69,7 +98,14 @@ def results() -> list[tuple[Path, dict[str, Any]]]:
 
 def index(prefix: str) -> str:
     """A list of the result pages."""
-    lines = [f"- [{path.stem}]({prefix}{path.stem}.md): {tables.machine_line(result)}" for path, result in results()]
+    lines, evidence_files = [], []
+    for path, result in results():
+        if path.stem.startswith("evidence-"):
+            evidence_files.append(f"[{result['name']}]({prefix}{path.stem}.md)")
+        else:
+            lines.append(f"- [{title(path.stem, result)}]({prefix}{path.stem}.md): {tables.machine_line(result)}")
+    if evidence_files:
+        lines.append(f"- [Evidence]({prefix}evidence.md): {', '.join(evidence_files)}")
     return "\n".join(lines) or "None has been published yet."
 
 
@@ -90,7 +126,7 @@ def _bench(result: Mapping[str, Any]) -> dict[str, list[str]]:
         rows = tables.body(result, table)
         if rows:
             head = f"{table.capitalize()} table: {meaning}."
-            parts[table] = [head, "", *tables.markdown_table(tables.header(table), rows)]
+            parts[table] = [head, "", *tables.markdown_table(tables.header(result, table), rows)]
     parts["notes"] = [f"- {line}" for line in tables.notes(result)]
     return parts
 
@@ -115,13 +151,19 @@ def _evidence(result: Mapping[str, Any]) -> dict[str, list[str]]:
 def all_evidence() -> dict[str, list[str]]:
     """The findings of all evidence files in one table."""
     rows, labels = [], set()
+    head = [*evidence.header(), "published"]
+    head.insert(1, "on")
     for path in sorted(RESULTS.glob("evidence-*.json")):
         result = read(path)
-        rows.append(evidence.cells(result))
+        shape = result["run"].get("model_config") or {}
+        cells = evidence.cells(result)
+        cells += [""] * (len(head) - 2 - len(cells))
+        cells.insert(1, f"{result['run']['task']}, {shape.get('model_type', result['run'].get('model_name_or_path'))}")
+        rows.append([*cells, result["published"] or tables.DASH])
         labels.add(_label(result))
     if not rows:
         raise InputError("there is no result file", key="benchmarks/results/evidence-*.json")
-    return {"table": tables.markdown_table(evidence.header(), rows), "machines": sorted(labels)}
+    return {"table": tables.markdown_table(head, rows), "machines": sorted(labels)}
 
 
 def _peers(result: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -159,6 +201,43 @@ def _can_tell(result: Mapping[str, Any]) -> dict[str, list[str]]:
     return {"machine": [_label(result)], "table": tables.markdown_table(head, rows), "notes": notes}
 
 
+def _repeat(result: Mapping[str, Any]) -> dict[str, list[str]]:
+    rows = [[row["row"], row["what"], row["first"], row["second"]] for row in result["rows"]]
+    speed, loss = result["speed"], result["loss"]
+    return {
+        "machine": [_label(result)],
+        "summary": [
+            f"The same bench twice: {speed['equal']} of {speed['of']} rows are called the same for their speed, and "
+            f"{loss['equal']} of {loss['of']} verdicts on losses are the same."
+        ],
+        "table": tables.markdown_table(["row", "what", "first time", "second time"], rows),
+        "notes": [f"- The {nth} time: {plan}." for nth, plan in zip(("first", "second"), result["plans"], strict=True)],
+    }
+
+
+def _depth(result: Mapping[str, Any]) -> dict[str, list[str]]:
+    run, seeds = result["run"], result["seeds"]
+    arms = list(dict.fromkeys(row["arm"] for row in result["rows"]))
+    cells = {(row["depth"], row["arm"]): _depth_cell(row, seeds) for row in result["rows"]}
+    rows = [[str(depth), *(cells[depth, arm] for arm in arms)] for depth in dict.fromkeys(d for d, _ in cells)]
+    return {
+        "machine": [_label(result)],
+        "table": tables.markdown_table(["layers", *arms], rows),
+        "notes": [
+            f"- Median validation loss of {seeds} seeds after {result['steps']} steps, and how many of them trained: "
+            f"came more than {result['margin']:g} below {result['without_context']:.3f}, the loss of the best model "
+            "that ignores the context.",
+            f"- All with the learning rate {run['learning_rate']:g}, without warm-up; the plain model is BERT's, with "
+            "its normalisation after each addition, as a decoder. ReZero and Fixup take the normalisations out.",
+        ],
+    }
+
+
+def _depth_cell(row: Mapping[str, Any], seeds: int) -> str:
+    middle = f"{statistics.median(row['losses']):.3f}" if row["losses"] else "not finite"
+    return f"{middle}, {row['trained']} of {seeds} trained"
+
+
 def _label(result: Mapping[str, Any]) -> str:
     return f"**{result['label'].capitalize()}** on {tables.machine_line(result)}."
 
@@ -169,4 +248,6 @@ PARTS: dict[str, Callable[[Mapping[str, Any]], dict[str, list[str]]]] = {
     "thrifty-evidence/1": _evidence,
     "thrifty-peers/1": _peers,
     "thrifty-bench-can-tell/1": _can_tell,
+    "thrifty-bench-repeat/1": _repeat,
+    "thrifty-depth-sweep/1": _depth,
 }

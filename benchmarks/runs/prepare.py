@@ -5,7 +5,8 @@
     thrifty bench ~/bench-data/vit-digits.yaml --publish benchmarks/results
 
 - `bert-films`: MiniLM's weights (BERT, 6 layers) on film reviews, two classes; needs the packages above.
-- `vit-digits`: a small ViT from scratch on scikit-learn's 8 x 8 digits.
+- `vit-digits`: a small ViT from scratch on scikit-learn's 8 x 8 digits. The evidence files use its `digits` and
+  `captions.jsonl`.
 - `instructions`: a small Llama from scratch on prompts with answers of very unequal lengths (log-normal), made of the
   embedded text.
 """
@@ -69,10 +70,15 @@ def digits(folder: Path) -> dict[str, Any]:
     from sklearn.datasets import load_digits
 
     found: Any = load_digits()
+    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    captions = []
     for number, (pixels, label) in enumerate(zip(found.images, found.target, strict=True)):
         place = folder / "digits" / str(label)
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray((pixels * 15.9375).astype("uint8")).save(place / f"{number:04d}.png")
+        image = f"digits/{label}/{number:04d}.png"
+        captions.append({"image": image, "caption": f"a handwritten {names[label]}"})
+    write_lines(folder / "captions.jsonl", captions)
     return {
         "task": "image-classification",
         "model_config": {

@@ -9,6 +9,7 @@ bit for bit, where the unbroken run ends. Full file systems are mounted (tmpfs) 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -38,14 +39,15 @@ Row = dict[str, Any]
 
 
 class At(TrainerCallback):
-    """Calls a function when a step begins."""
+    """Calls a function when a step begins, once the checkpoint of the step before is on the disk, or refused."""
 
-    def __init__(self, acts: dict[int, Callable[[], None]]) -> None:
-        self.acts = acts
+    def __init__(self, acts: dict[int, Callable[[], None]], run: Any) -> None:
+        self.acts, self.run = acts, run
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         act = self.acts.get(state.global_step + 1)
         if act is not None:
+            self.run.finish_saving()
             act()
 
 
@@ -66,7 +68,7 @@ def train(
             run = tiny.trainer(
                 folder, METHODS, tiny.llama(dropout=0.1), max_steps=STEPS, save_strategy="steps", save_steps=1
             )
-            run.add_callback(At(acts or {}))
+            run.add_callback(At(acts or {}, run))
             try:
                 run.train(resume_from_checkpoint="auto")
                 digest = hashlib.sha256()
@@ -82,7 +84,8 @@ def train(
 
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # the log may meet the limit that the row sets
+                sys.stdout.flush()
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code, log.read_text(), json.loads(result.read_text()) if result.exists() else None

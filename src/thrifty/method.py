@@ -105,6 +105,8 @@ class MethodSpec:
     memory of its own, {"allow": [...]} only with the user's leave."""
     bench_order: int | None = None
     """Place in the bench's additive table; None keeps it out."""
+    emulated: Mapping[str, str] = field(default_factory=dict)
+    """Kinds of devices (`cpu`, ...) on which it only does as if, with what that means for its numbers there."""
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form, as `thrifty methods --json` prints it."""
@@ -122,6 +124,7 @@ class MethodSpec:
             "tasks": list(self.tasks),
             "library": self.library,
             "extra": self.extra,
+            "emulated": dict(self.emulated),
         }
 
 

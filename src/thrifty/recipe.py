@@ -249,7 +249,7 @@ def _check_requirements(methods: Sequence[Method]) -> None:
 
 def _sorted(methods: Sequence[Method]) -> list[Method]:
     """Topological order by `runs_before`; ties go by the survey's order, so the user's order never matters."""
-    remaining = sorted(methods, key=lambda m: registry.names().index(m.name) if m.name in registry.names() else -1)
+    remaining = sorted(methods, key=lambda m: registry.place(m.name))
     ordered: list[Method] = []
     while remaining:
         for method in remaining:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thrifty.errors import InputError, did_you_mean
@@ -36,7 +37,7 @@ SECTIONS = (
 
 
 class Registry:
-    """Name to method class. Modules are imported at the first look-up, so that `import thrifty` stays cheap."""
+    """Name to method class. Modules are imported when looked up, so that `import thrifty` stays cheap."""
 
     def __init__(self) -> None:
         self._methods: dict[str, type[Method]] = {}
@@ -66,14 +67,21 @@ class Registry:
         for point in entry_points(group="thrifty.methods"):
             point.load()
 
+    def place(self, name: str) -> tuple[int, str]:
+        """Sorts as `names` does, the unregistered first; imports nothing."""
+        return (SECTIONS.index(self._methods[name].spec.section), name) if name in self._methods else (-1, "")
+
     def names(self) -> list[str]:
         """All names, in the order of the survey's sections."""
         self.discover()
-        return sorted(self._methods, key=lambda name: (SECTIONS.index(self._methods[name].spec.section), name))
+        return sorted(self._methods, key=self.place)
 
     def get(self, name: str) -> type[Method]:
         """The class registered under `name`; an unknown name is an `InputError` with the nearest known one."""
-        self.discover()
+        if name not in self._methods:
+            self._import_by_name(name)
+        if name not in self._methods:
+            self.discover()
         if name not in self._methods:
             raise InputError(
                 f"unknown method{did_you_mean(name, self._methods)}",
@@ -82,6 +90,16 @@ class Registry:
                 fix="`thrifty methods` lists all of them",
             )
         return self._methods[name]
+
+    def _import_by_name(self, name: str) -> None:
+        """Imports the module that has the method's name, where there is one: the others cost half a second."""
+        stem = name.replace("-", "_")
+        if self._discovered or not stem.isidentifier():
+            return
+        package = importlib.import_module("thrifty.methods")
+        for folder in package.__path__:
+            for path in Path(folder).glob(f"*/{stem}.py"):
+                importlib.import_module(f"thrifty.methods.{path.parent.name}.{stem}")
 
 
 registry = Registry()

@@ -214,6 +214,7 @@ class Trainer(ReplaceModel, SafeTrainer):
         owner = self.recipe.owner("schedule")
         if owner is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
+        self.look_again()
         self.lr_scheduler = owner.build_schedule(optimizer or self.optimizer, num_training_steps, self.ctx)
         self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -266,6 +267,15 @@ class Trainer(ReplaceModel, SafeTrainer):
         finally:
             if hasattr(collator, "set_epoch"):
                 collator.set_epoch(epoch)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        self.ctx.loss_only = prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self.ctx.loss_only = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the parent's; at the end the recipe finishes the model: merged, folded, averaged, unmasked."""

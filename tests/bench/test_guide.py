@@ -83,7 +83,8 @@ def test_tables_of_a_simulated_machine(tmp_path: Path, monkeypatch: pytest.Monke
     assert rows["vanilla"][5:8] == ["14,949 MB", "2,000 MB", "1,000 MB"]
     assert "slower" in rows["+ gradient checkpointing"][4]
     table = {row[0]: row for row in guide.table_cells(found)}
-    assert table["gradient checkpointing"][1:3] == ["no", "no, slower"]
+    assert table["gradient checkpointing"][1:3] == ["no, 20 % slower", "no, slower"]
+    assert table["gradient checkpointing"][3].startswith("×0.77")
     assert table["gradient checkpointing"][4:] == ["yes", "yes", "−20.0 %"]
     assert table["data preloading (2 workers)"][2] == "no"
     for show in (guide.markdown, guide.terminal, guide.page):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
 
+from thrifty.bench import clock
 from thrifty.bench.measure import Job, Outcome
 from thrifty.bench.processes import FreshProcesses
 from thrifty.errors import InputError
@@ -35,6 +38,37 @@ def test_every_job_has_a_process_of_its_own() -> None:
     found = [processes.run(job("fine")) for _ in range(2)]
     assert found[0].curve == [(1, 2, 3.0, 4.0)]
     assert len({os.getpid(), *(one.steps for one in found)}) == 3
+
+
+def take_turns(job: Job) -> Outcome:
+    """Notes when each of its six steps begins and ends."""
+    if job.arm == "error":
+        raise ZeroDivisionError("by nothing")
+    steps = []
+    for step in range(6 if job.arm != "short" else 2):
+        if step % 2 == 0 and clock.turns is not None:
+            clock.turns.wait()
+        if job.arm == "killed" and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        time.sleep(0.002)
+        steps.append((step, 0, begin, time.monotonic()))
+    return Outcome(curve=steps, steps=os.getpid())
+
+
+def test_processes_take_turns_and_never_run_at_once() -> None:
+    arms = ["a", "short", "b", "error", "killed"]
+    found = FreshProcesses("fork", run=take_turns).run_together([job(arm) for arm in arms], 2)
+    first, short, second, error, killed = found
+    assert "ZeroDivisionError" in str(error.reason)
+    assert "SIGKILL" in str(killed.reason)
+    assert [len(one.curve) for one in (first, short, second)] == [6, 2, 6]
+    assert len({os.getpid(), first.steps, second.steps, short.steps}) == 4
+    spans = sorted((begin, end, one.steps) for one in (first, short, second) for _, _, begin, end in one.curve)
+    assert all(end <= begin for (_, end, _), (begin, _, _) in itertools.pairwise(spans))
+    owners = [owner for _, _, owner in spans]
+    a, c, b = first.steps, short.steps, second.steps
+    assert owners == [a, a, c, c, b, b, a, a, b, b, a, a, b, b]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ WRONG = {
     "null": ({"max_length": None}, ["max_length", "whole number"]),
     "near choice": ({"lr_scheduler_type": "cosin"}, ["lr_scheduler_type='cosin'", "did you mean 'cosine'"]),
     "unknown task": ({"task": "causal_lm"}, ["task='causal_lm'", "causal-lm"]),
-    "tiny vocabulary": ({"vocab_size": 100}, ["vocab_size=100", "at least 260"]),
+    "tiny vocabulary": ({"vocab_size": 100}, ["vocab_size=100", "at least 259"]),
     "unknown method": ({"methods": ["lawwa"]}, ["lawwa", "did you mean 'lawa'"]),
     "unknown setting": ({"methods": [{"lawa": {"windw": 3}}]}, ["windw", "did you mean 'window'"]),
     "methods as text": ({"methods": "lawa"}, ["methods='lawa'", "a list"]),

@@ -1,6 +1,7 @@
 """One of two gloo processes that train what they are told, job after job, until their input ends.
 
-A job is a line of JSON: methods, arguments of the run, and where rank 0 leaves the weights.
+Each writes READY when they have found each other. A job is a line of JSON: methods, arguments of the run, and where
+rank 0 leaves the weights.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def work(job: dict) -> dict:
 
 def main() -> None:
     dist.init_process_group("gloo")
+    print("READY", flush=True)
     for line in sys.stdin:
         try:
             answer = work(json.loads(line))

@@ -81,6 +81,7 @@ SILENT = {
     "nvme-offload": lambda run: type(run.ctx.optimizer).__name__ == "DiskAdamW",
     "gradient-accumulation": lambda run: run.args.gradient_accumulation_steps == 2,
     "adamw": lambda run: run.ctx.optimizer.defaults["fused"] is None,
+    "lean-kernels": lambda run: "forward" in vars(run.model.model.norm),
     "ema": lambda run: run.recipe["ema"].average.updates == STEPS - 1,
     "lawa": lambda run: len(run.recipe["lawa"].average.snapshots) == 2,
 }

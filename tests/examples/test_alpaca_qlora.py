@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,35 @@ def test_the_readme_names_what_is_there():
     for file in ("make_data.py", "base.yaml", "qlora.yaml", "prompt.txt"):
         assert file in readme
         assert (FOLDER / file).is_file()
+
+
+def test_the_readme_says_what_the_planner_says_of_the_real_thing(tmp_path, monkeypatch):
+    """The configuration that the README's command chooses; the search itself takes longer than a test should."""
+    from thrifty.hardware.devices import get_device
+    from thrifty.planner.duration import Length, with_duration
+    from thrifty.planner.plan import estimate
+    from thrifty.planner.workload import make_workload, parse_methods
+
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
+    readme = (FOLDER / "README.md").read_text()
+    command = next(line for line in readme.splitlines() if line.startswith("thrifty plan")).split()
+    option = dict(zip(command[2::2], command[3::2], strict=True))
+    assert (option["--model"], option["--device"], option["--samples"]) == ("llama2-7b", "rtx4090", "52002")
+    micro, times = map(int, re.findall(r"micro-batch of (\d+), accumulated (\d+) times", readme)[0])
+    assert micro * times == int(option["--global-batch"])
+    workload = make_workload(
+        option["--model"], seq_len=int(option["--seq-len"]), dtype=option["--dtype"],
+        methods=parse_methods(option["--methods"]),
+    )  # fmt: skip
+    device = get_device(option["--device"])
+    found = estimate(workload, device=device, micro_batch=micro, accumulation=times)
+    assert found.fits
+    needs, has = map(float, re.findall(r"with ([\d.]+) GiB of the ([\d.]+) GiB", readme)[0])
+    assert found.device_total_bytes / 2**30 == pytest.approx(needs, rel=0.02)
+    assert found.memory_limit_bytes / 2**30 == pytest.approx(has, rel=0.001)
+    length = Length(
+        samples=int(option["--samples"]), epochs=float(option["--epochs"]), mean_len=int(option["--mean-len"])
+    )
+    hours = with_duration(found, workload, device, length).total_hours
+    assert hours == pytest.approx(float(re.findall(r"take ([\d.]+) hours", readme)[0]), rel=0.05)
+    assert hours < 24  # "within hours"

@@ -9,7 +9,9 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, BertConfig, BertForSequenceClassification, T5Config
 
 import tiny
+from thrifty.hardware.detect import detect
 from thrifty.methods.large_batch.ema import MovingAverage
+from thrifty.methods.optimizers import muon
 from thrifty.methods.optimizers.adamw_anyprecision import AnyPrecisionAdamW
 from thrifty.methods.optimizers.lamb import LambOptimizer
 from thrifty.methods.optimizers.lars import LarsOptimizer
@@ -292,6 +294,48 @@ def test_muon_size_matches_adamw_where_asked():
     p.grad = torch.randn(64, 32)
     MuonWithAdamW([{"params": [p], "muon": True, "lr": 1.0}], scale="match_rms").step()
     assert p.detach().square().mean().sqrt().item() == pytest.approx(0.2, rel=0.15)
+
+
+def test_muon_takes_equal_matrices_together(monkeypatch: pytest.MonkeyPatch):
+    """A batch of matrices is orthogonalised as each alone, whatever its size; so is a fused matrix beside others."""
+    torch.manual_seed(0)
+    matrices = torch.randn(3, 12, 8)
+    alone = torch.stack([orthogonalise(matrix) for matrix in matrices])
+    torch.testing.assert_close(orthogonalise(matrices), alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(orthogonalise(matrices.mT), alone.mT, rtol=0, atol=1e-5)
+
+    def step(limit: int) -> list[nn.Parameter]:
+        monkeypatch.setattr(muon, "BATCHED_NUMBERS", limit)
+        parameters = [nn.Parameter(matrix.clone()) for matrix in [*matrices, matrices.flatten(0, 1)]]
+        for p in parameters:
+            p.grad = p.detach().clone()
+        group = {"params": parameters, "muon": True, "parts": [None, None, None, (0, 3)], "transposed": [False] * 4}
+        MuonWithAdamW([group], lr=1.0).step()
+        return parameters
+
+    together, one_by_one = step(10_000), step(1)
+    for a, b in zip(together, one_by_one, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    scale = (12 / 8) ** 0.5
+    torch.testing.assert_close(together[3], matrices.flatten(0, 1) - scale * alone.flatten(0, 1), rtol=0, atol=1e-4)
+
+
+def test_muons_products_run_in_what_the_device_does_well():
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.zeros(96, 64))
+    gradient = torch.randn(96, 64)
+    made = {}
+    for products in (None, torch.bfloat16):
+        p.grad = gradient.clone()
+        p.data.zero_()
+        MuonWithAdamW([{"params": [p], "muon": True, "lr": 1.0}], products=products).step()
+        made[products] = p.detach().clone()
+    assert 1e-4 < (made[None] - made[torch.bfloat16]).abs().max() < 0.1
+    cpu = torch.device("cpu")
+    assert muon.products_for(torch.Size((16, 64)), cpu) == torch.float32
+    assert muon.products_for(torch.Size((16, 64)), torch.device("cuda")) == torch.bfloat16
+    expected = torch.bfloat16 if detect(use_cpu=True).bf16 else torch.float32
+    assert muon.products_for(torch.Size((128, 64)), cpu) == expected
 
 
 # --- Schedule-Free ---

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
-import tomllib
+import sys
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,13 @@ import yaml
 
 from thrifty.errors import InputError, ThriftyError
 from thrifty.planner.export import TOOLS, export_plan
-from thrifty.planner.export.intent import Export
+from thrifty.planner.export.intent import Adapter, Export, Intent
+from thrifty.planner.export.reading import intent_of
 from thrifty.planner.plan import plan
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import exports
 
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6,
@@ -32,12 +40,13 @@ def plans(tmp_path_factory):
         yield {
             "amp": plan(TINY, methods=["bf16", "gradient-checkpointing", "lawa"], learning_rate=3e-4, **options),
             "lora": plan(TINY, methods=["lora", {"gradient-checkpointing": {"every": 2}}], dtype="bfloat16", **options),
-            "wide": plan(TINY, methods=["lion"], devices=2, **options),
+            "wide": plan(TINY, methods=[{"lion": {"betas": [0.95, 0.98]}}], devices=2, **options),
+            "qlora": plan(TINY, methods=["qlora", "packing", "adamw-8bit"], dtype="bfloat16", **options),
         }
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("name", ["amp", "lora", "wide"])
+@pytest.mark.parametrize("name", ["amp", "lora", "wide", "qlora"])
 def test_every_plan_goes_to_every_tool(plans, tool: str, name: str, tmp_path) -> None:
     found = export_plan(plans[name], tool)
     assert found.source
@@ -47,8 +56,6 @@ def test_every_plan_goes_to_every_tool(plans, tool: str, name: str, tmp_path) ->
             json.loads(text)
         elif path.suffix in (".yaml", ".yml"):
             yaml.safe_load(text)
-        elif path.suffix == ".toml":
-            tomllib.loads(text)
         elif path.suffix == ".py":
             ast.parse(text)
         assert text.strip()
@@ -78,29 +85,109 @@ def test_adapters_are_expressed_or_listed(plans) -> None:
     assert (axolotl["lora_r"], axolotl["lora_alpha"], axolotl["lora_target_linear"]) == (8, 16, True)
 
 
-def test_torchtitan_expresses_every_second_block(plans) -> None:
-    toml = tomllib.loads(export_plan(plans["lora"], "torchtitan").files["torchtitan.toml"])
-    assert toml["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "2"}
+@pytest.mark.parametrize("tool", exports.LOADERS)
+@pytest.mark.parametrize("name", ["amp", "lora", "wide", "qlora"])
+def test_the_package_reads_what_was_planned(plans, tool: str, name: str, tmp_path) -> None:
+    pytest.importorskip(exports.PACKAGES[tool][0])
+    expected = exports.facts(plans[name])
+    exports.write_one(tmp_path, plans[name], tool, expected)
+    assert exports.differences(exports.LOADERS[tool], tmp_path) == []
 
 
-def test_the_trainer_takes_its_file(plans, tmp_path) -> None:
-    from transformers import TrainingArguments
-
-    values = json.loads(export_plan(plans["amp"], "trainer").files["training_arguments.json"])
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **values)
-    assert args.bf16
-    assert args.learning_rate == 3e-4
-    assert args.per_device_train_batch_size == plans["amp"].chosen.micro_batch
+def test_a_misunderstanding_is_found(plans, tmp_path) -> None:
+    exports.write_one(tmp_path, plans["amp"], "trainer", exports.facts(plans["amp"]) | {"micro_batch": 77})
+    assert [line for line in exports.differences(exports.LOADERS["trainer"], tmp_path) if "77" in line]
 
 
-@pytest.mark.parametrize("name", ["amp", "wide"])
-def test_accelerate_loads_its_file(plans, name: str, tmp_path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
+LORA = Adapter(kind="LORA", rank=8, alpha=16, dropout=0.0, targets=["q_proj"], all_linear=False)
+CHANGES: dict[str, dict[str, Any]] = {
+    "micro-batch": {"micro_batch": 3}, "accumulation": {"accumulation": 5}, "length": {"seq_len": 77},
+    "tf32": {"precision": "tf32"}, "fp16": {"precision": "fp16"}, "pure": {"dtype": "bfloat16"},
+    "pure fp16": {"dtype": "float16", "precision": "fp16"}, "no checkpointing": {"checkpointing": False},
+    "every second": {"checkpoint_every": 2}, "compile": {"compiled": True},
+    "muon": {"optimizer": "Muon", "optim": None, "optimizer_settings": {"momentum": 0.9}},
+    "8-bit": {"optimizer": "AdamW8bit", "optim": "adamw_bnb_8bit"},
+    "a setting of AdamW": {"optimizer_settings": {"min_size": 7}, "optim": None},
+    "rate": {"learning_rate": 0.5}, "clip": {"max_grad_norm": 0.5},
+    "zero1": {"sharding": "zero1", "devices": 4}, "zero2": {"sharding": "zero2", "devices": 4},
+    "zero3": {"sharding": "zero3", "devices": 4}, "packing": {"packing": True},
+    "quantised": {"quantization": "nf4", "adapter": LORA},
+    "task": {"task": "masked-lm"}, "a method": {"missing": ("the method 'lawa'",)},
+}  # fmt: skip
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "another adapter": {"kind": "IA3"}, "dora": {"extras": {"use_dora": True}},
+    "rslora": {"extras": {"use_rslora": True}}, "pissa": {"extras": {"init_lora_weights": "pissa_niter_4"}},
+    "saved": {"extras": {"modules_to_save": ["lm_head"]}},
+}  # fmt: skip
+IN_FIELDS = {"tf32", "fp16", "no checkpointing", "compile"}
+"""What reaches the Trainer through the fields of user and methods."""
+ONLY_CAUSAL = {"axolotl", "llamafactory", "megatron", "neox", "paddle", "torchtitan"}
+"""The rest do not ask for a task."""
 
-    path = export_plan(plans[name], "accelerate").write(tmp_path)[0]
-    config: Any = load_config_from_file(str(path))
-    assert config.num_processes == plans[name].devices
-    assert config.mixed_precision == ("bf16" if name == "amp" else "no")
+
+def said(tool: str, intent: Intent) -> tuple[Any, ...]:
+    found = import_module(f"thrifty.planner.export.{tool}").export(intent)
+    found.check()
+    return dict(found.values), found.files, found.flags, found.missing
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_nothing_is_dropped(plans, tool: str) -> None:
+    """Whatever changes in the plan changes the files, or the list of what they cannot say."""
+    plain = intent_of(plans["amp"])
+    before = said(tool, plain)
+    for name, change in CHANGES.items():
+        if (name != "task" or tool in ONLY_CAUSAL) and (name not in IN_FIELDS or tool != "trainer"):
+            assert said(tool, dataclasses.replace(plain, **change)) != before, name
+    adapted = dataclasses.replace(plain, adapter=LORA)
+    before = said(tool, adapted)
+    assert before != said(tool, plain)
+    for name, change in ADAPTERS.items():
+        other = dataclasses.replace(plain, adapter=dataclasses.replace(LORA, **change))
+        if name != "another adapter" or tool in ("axolotl", "llamafactory", "paddle"):
+            assert said(tool, other) != before, name
+
+
+def test_quantised_weights_and_small_states_are_expressed_or_listed(plans) -> None:
+    for tool in TOOLS:
+        values, files, _, missing = said(tool, intent_of(plans["qlora"]))
+        text = json.dumps(values, default=str) + "".join(files.values()) + " ".join(missing)
+        for words in (("nf4",), ("8bit",), ("packing", "pack_impl")):
+            assert any(word in text for word in words), (tool, words)
+    factory = export_plan(plans["qlora"], "llamafactory").values
+    assert (factory["quantization_bit"], factory["double_quantization"], factory["optim"]) == (
+        4,
+        True,
+        "adamw_bnb_8bit",
+    )
+
+
+def test_the_optimizers_own_betas_arrive(plans) -> None:
+    assert export_plan(plans["wide"], "deepspeed").values["optimizer"]["params"]["betas"] == [0.95, 0.98]
+    assert export_plan(plans["wide"], "trainer").values["adam_beta2"] == 0.98
+    assert export_plan(plans["wide"], "trainer").values["optim"] == "lion_32bit"
+
+
+def test_what_a_tool_means_by_its_numbers() -> None:
+    """Two thirds of NeoX's intermediate size are gate and value; Megatron drops by default; Paddle fixes alpha."""
+    from transformers import LlamaConfig
+
+    intent = Intent(
+        model="m", config=LlamaConfig(**{k: v for k, v in TINY.items() if k != "model_type"}), task="causal-lm",
+        seq_len=128, micro_batch=1, accumulation=1, devices=4, sharding="zero3", precision="bf16", dtype="float32",
+        checkpointing=True, checkpoint_every=2, compiled=False, optimizer="AdamW", optimizer_settings={},
+        optim="adamw_torch", learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8, max_grad_norm=1.0,
+        adapter=dataclasses.replace(LORA, alpha=8), quantization=None, double_quantization=False, packing=False,
+        fields={}, missing=(),
+    )  # fmt: skip
+    assert said("neox", intent)[0]["intermediate_size"] == 480
+    megatron, _, _, missing = said("megatron", intent)
+    assert (megatron["hidden-dropout"], megatron["ckpt-format"]) == (0.0, "fsdp_dtensor")
+    assert (megatron["recompute-method"], megatron["recompute-num-layers"]) == ("block", 3)
+    assert any("first 3 instead" in line for line in missing)
+    assert any("alpha 8" in line for line in said("paddle", intent)[3])
+    assert said("composer", intent)[0]["optimizer"]["weight_decay"] == pytest.approx(1e-4)
+    assert any("by op" in line for line in said("torchtitan", intent)[3])
 
 
 def test_megatron_is_told_the_dimensions(plans) -> None:

@@ -43,7 +43,28 @@ def test_without_time_nothing_is_measured_and_that_is_said(script, tmp_path, mon
     script.main()
     result = json.loads(out.read_text())
     assert {cell["skipped"] for cell in result["cells"]} == {"no time was left"}
-    assert result["summary"] == {"cells": 3, "measured": 0}
+    assert result["summary"] == {"cells": 3, "measured": 0, "failed": 0}
+
+
+def test_a_cell_that_crashes_is_named_and_the_others_go_on(script, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from thrifty.planner import measure as real
+
+    whole = real.measure
+
+    def crashing(workload, **options):
+        if "gradient-checkpointing" in workload.methods:
+            raise RuntimeError("an illegal memory access was encountered")
+        return whole(workload, **options)
+
+    monkeypatch.setattr(real, "measure", crashing)
+    out = tmp_path / "gpu.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out)])
+    with pytest.raises(SystemExit, match="1"):
+        script.main()
+    cells = json.loads(out.read_text())["cells"]
+    assert cells[0]["measured_bytes"] > 0
+    assert cells[1]["failed"] == "RuntimeError: an illegal memory access was encountered"
+    assert "skipped" in cells[2]
 
 
 def test_every_model_and_method_of_the_check_exists(script) -> None:

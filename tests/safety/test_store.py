@@ -445,5 +445,7 @@ def test_ranks_write_together_and_one_that_fails_stops_all(tmp_path: Path, faili
 
 def test_storage_reason_reads_only_storage_faults() -> None:
     assert store_module.storage_reason(OSError(errno.ENOSPC, "No space left on device")) == "No space left on device"
+    # A small file that torch could not write in full: it says so when it closes the file.
+    assert "full" in str(store_module.storage_reason(RuntimeError("basic_ios::clear: iostream error")))
     assert store_module.storage_reason(RuntimeError("CUDA out of memory")) is None
     assert store_module.storage_reason(KeyboardInterrupt()) is None

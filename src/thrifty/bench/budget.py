@@ -12,8 +12,9 @@ from thrifty.bench.options import FEWEST_ROUNDS, FEWEST_STEPS, MOST_ROUNDS, Opti
 from thrifty.errors import InputError
 
 TIMED_SECONDS = 1.5
-"""A process times steps for about so long, and no fewer than `FEWEST_TIMED` of them."""
+"""A process times steps for about so long, and no fewer than `FEWEST_TIMED` of them, or of slow steps `SLOW_TIMED`."""
 FEWEST_TIMED, MOST_TIMED = 20, 100
+SLOW_TIMED, SLOW_SECONDS = 8, 4.0
 SAME_LENGTH = 0.03
 """Runs whose lengths differ by less than this share are one run: equal tokens are then equal seconds."""
 _SPEED_SHARE = 0.4
@@ -45,7 +46,8 @@ class Plan:
 
 def timed_steps(step_seconds: float) -> int:
     """Steps of a speed run, warm-up included, from the baseline's first measurement."""
-    return WARM_UP_STEPS + min(MOST_TIMED, max(FEWEST_TIMED, math.ceil(TIMED_SECONDS / step_seconds)))
+    fewest = min(FEWEST_TIMED, max(SLOW_TIMED, math.ceil(SLOW_SECONDS / step_seconds)))
+    return WARM_UP_STEPS + min(MOST_TIMED, max(fewest, math.ceil(TIMED_SECONDS / step_seconds)))
 
 
 def steps_for_tokens(steps: int, row: Outcome, baseline: Outcome) -> int:

@@ -11,8 +11,33 @@ from transformers import TrainerCallback
 from thrifty.bench.statistics import typical
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from thrifty.bench.measure import Outcome
     from thrifty.report.throughput import TokenCounter
+
+TURN = "turn"
+
+
+class Turns:
+    """Lets several measuring processes take turns, some steps each, so that all of them see the same moments.
+
+    Args:
+        connection: Says that a turn is over, and waits for the next one.
+        steps: Of a turn.
+    """
+
+    def __init__(self, connection: Connection, steps: int) -> None:
+        self.connection, self.steps = connection, steps
+
+    def wait(self) -> None:
+        """Ends the turn and returns when the next one begins."""
+        self.connection.send(TURN)
+        self.connection.recv()
+
+
+turns: Turns | None = None
+"""Of this process; None where it measures alone."""
 
 
 class StepClock(TrainerCallback):
@@ -33,6 +58,8 @@ class StepClock(TrainerCallback):
         self._mark = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if turns is not None:
+            turns.wait()
         self._mark = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -41,6 +68,8 @@ class StepClock(TrainerCallback):
         now = time.perf_counter()
         self.seconds.append(now - self._mark)
         self.tokens.append(self.counter.total())
+        if turns is not None and len(self.seconds) % turns.steps == 0:
+            turns.wait()
         self._mark = time.perf_counter()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:

@@ -14,6 +14,9 @@ a claim about a technique is an evidence file, which anybody can run again:
 
 The paces of both sides are measured in alternation, each side is given the number of steps that fits into the seconds,
 and the runs alternate by seed. Every measurement is kept, so that a killed run goes on.
+
+Evidence files with the same baseline train it once: its losses follow from its steps alone, and what a step costs is
+measured anew beside each technique. These runs are kept in a folder beside the bench's own.
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ from thrifty.bench.html import curves_entry, render
 from thrifty.bench.measure import Outcome
 from thrifty.bench.options import Options, read_run
 from thrifty.bench.processes import StartMethod
-from thrifty.bench.result import circumstances, paired, plain, shareable
-from thrifty.bench.rows import BASELINE, Arm
+from thrifty.bench.result import circumstances, inverse, paired, plain, shareable
+from thrifty.bench.rows import BASELINE, Arm, label_of
 from thrifty.bench.session import Session
+from thrifty.bench.state import State, fingerprint
 from thrifty.bench.statistics import LOSS_CONFIDENCE, difference, ratio, reached, verdict
 from thrifty.config import yaml_text
 from thrifty.errors import InputError, did_you_mean
@@ -53,11 +57,14 @@ class Evidence:
         run: Path of a run file beside this one, or its keys; None is the bench's own.
         arm, baseline: Keys of a run file, `methods` among them.
         claim, source: For people.
+        published: What the source measured, in its own words or figures, to stand beside what is measured here.
         seconds: Of training, for each run.
-        seeds: How many.
+        seeds: How many; 0 measures speed and memory alone.
         tune: Keys with the values to choose from, for both sides.
         tune_arm: The same for the arm alone, in place of `tune`.
         rounds: How often the paces are measured.
+        timed_steps: Steps of each such measurement, more of them where the technique changes its pace during a run;
+            None for about two seconds of them.
         evaluations: During a run.
         eval_samples: Validation samples.
     """
@@ -68,11 +75,13 @@ class Evidence:
     baseline: Mapping[str, Any] = field(default_factory=dict)
     claim: str = ""
     source: str = ""
+    published: str = ""
     seconds: float = 60.0
     seeds: int = 3
     tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tune_arm: Mapping[str, Sequence[Any]] | None = None
     rounds: int = 5
+    timed_steps: int | None = None
     evaluations: int = 10
     eval_samples: int = 256
 
@@ -106,7 +115,14 @@ def read(path: str | Path, *, seeds: int | None = None) -> Evidence:
     for key in ("arm", "baseline", "tune", "tune_arm"):
         if not isinstance(values.get(key, {}), Mapping):
             raise InputError("must be a mapping", key=key, value=values[key], fix=f"{key}: {{key: value}}")
-    for key, least in (("seconds", 0.5), ("seeds", 1), ("rounds", 1), ("evaluations", 1), ("eval_samples", 1)):
+    for key, least in (
+        ("seconds", 0.5),
+        ("seeds", 0),
+        ("rounds", 1),
+        ("timed_steps", 1),
+        ("evaluations", 1),
+        ("eval_samples", 1),
+    ):
         value = values.get(key, least)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
             raise InputError("must be a number that is large enough", key=key, value=value, fix=f"{least} or more")
@@ -125,13 +141,21 @@ class EvidenceSession(Session):
         self.evidence = evidence
         sides = [_side(BASELINE, evidence.baseline), _side(evidence.name, evidence.arm)]
         super().__init__(options, folder, arms=sides, **given)
+        self.timed = evidence.timed_steps
+        own = {
+            **options.settings(), "seconds": evidence.seconds, "baseline": dict(evidence.baseline),
+            "more": evidence.choices(arm=False), "rounds": None,
+        }  # fmt: skip
+        place = folder.parent / f"baseline-{fingerprint(own)[:6]}"
+        self.shared = State(place, own, fresh=bool(given.get("fresh")))
+        """The baseline's runs, which other evidence files with the same baseline use too."""
 
     def _divide(self, first: Outcome, begun: float) -> None:
         for arm in self.arms:
             if arm.id in self.reasons:
                 raise InputError(f"'{arm.id}' does not run: {self.reasons[arm.id]}", key="arm")
-        tried = sum(len(self.evidence.choices(arm=arm)) for arm in (False, True))
-        runs = 2 * self.evidence.seeds + tried
+        tried = sum(len(self.evidence.choices(arm=arm)) for arm in (False, True)) if self.evidence.seeds else 0
+        runs = 2 * self.evidence.seeds + tried - len(self.shared.outcomes)
         seconds = runs * self.evidence.seconds
         made = f"{self.evidence.seeds} seeds of {self.evidence.seconds:g} s for both sides"
         self.plan = Plan(self.evidence.rounds, self.evidence.seeds, 0, seconds, made)
@@ -139,6 +163,8 @@ class EvidenceSession(Session):
         self.progress.expect((self.evidence.rounds - 1) * 3 + runs)
 
     def _losses(self) -> None:
+        if not self.evidence.seeds:
+            return
         chosen = [self._tuned(arm) for arm in self.arms]
         for seed in range(self.evidence.seeds):
             for arm in chosen if seed % 2 == 0 else chosen[::-1]:
@@ -150,6 +176,8 @@ class EvidenceSession(Session):
     def _tuned(self, arm: Arm) -> Arm:
         best: tuple[float, Arm] | None = None
         choices = self.evidence.choices(arm=arm is self.arms[1])
+        if len(choices) == 1:
+            return Arm(arm.id, arm.methods, {**arm.keys, **choices[0]})
         for choice in choices:
             tried = Arm(arm.id, arm.methods, {**arm.keys, **choice})
             label = ",".join(f"{key}={value}" for key, value in choice.items())
@@ -161,16 +189,39 @@ class EvidenceSession(Session):
             raise InputError(f"'{arm.id}' trains with none of these values", key="tune", value=choices)
         return best[1] if best is not None else arm
 
-    def steps(self, arm: str) -> int:
-        """Steps that fit into the seconds, the preparation of the methods counted."""
-        pooled = self._pooled(arm)
-        assert pooled is not None
-        assert pooled.step_seconds is not None
-        return max(1, round((self.evidence.seconds - pooled.prepare_seconds) / pooled.step_seconds))
+    def steps(self) -> dict[str, int]:
+        """Steps of both sides that take equally long, the preparation of the methods counted.
+
+        The baseline's are those that fit into the seconds, or those that it was trained with already.
+        """
+        base, arm = (self._told_apart(side.id) for side in self.arms)
+        assert base is not None
+        assert arm is not None
+        assert base.step_seconds is not None
+        assert arm.step_seconds is not None
+        count = self.shared.notes.get("steps")
+        if count is None:
+            fitting = (self.evidence.seconds - base.prepare_seconds) / base.step_seconds
+            count = self.shared.note("steps", max(1, round(fitting)))
+            self.shared.note("step_seconds", base.step_seconds)
+        seconds = int(count) * base.step_seconds + base.prepare_seconds - arm.prepare_seconds
+        return {self.arms[0].id: int(count), self.arms[1].id: max(1, round(seconds / arm.step_seconds))}
+
+    @property
+    def drift(self) -> float:
+        """The machine's pace now over that when the baseline was trained, as the baseline's step time."""
+        base, then = self._pooled(self.arms[0].id), self.shared.notes.get("step_seconds")
+        return 1.0 if base is None or base.step_seconds is None or not then else base.step_seconds / float(then)
 
     def _train(self, arm: Arm, kind: str, seed: int) -> Outcome:
-        kept = self.state.notes.get("steps") or self.state.note("steps", {a.id: self.steps(a.id) for a in self.arms})
-        return self._measure(kind, arm, seed, steps=int(kept[arm.id]), evaluations=self.evidence.evaluations)
+        kept = self.state.notes.get("steps") or self.state.note("steps", self.steps())
+        key, shared = f"{kind}/{arm.id}/{seed}", arm.id == self.arms[0].id
+        if shared and key in self.shared.outcomes and key not in self.state.outcomes:
+            self.state.add(key, self.shared.outcomes[key])
+        found = self._measure(kind, arm, seed, steps=int(kept[arm.id]), evaluations=self.evidence.evaluations)
+        if shared and key not in self.shared.outcomes:
+            self.shared.add(key, found)
+        return found
 
 
 def _side(name: str, keys: Mapping[str, Any]) -> Arm:
@@ -193,8 +244,11 @@ def result_of(session: Session) -> dict[str, Any]:
     times = [
         reached([(p[2], p[3]) for p in runs[arm.id][seed].curve], loss) for seed, loss in zip(both, theirs, strict=True)
     ]
-    pairs = [(t, runs[base.id][seed].train_seconds) for seed, t in zip(both, times, strict=True) if t is not None]
-    slower = paired(session, arm.id, base.id)
+    drift = session.drift  # of the machine, since the baseline was trained
+    pairs = [
+        (t, drift * runs[base.id][seed].train_seconds) for seed, t in zip(both, times, strict=True) if t is not None
+    ]
+    slower, step = paired(session, arm.id, base.id), paired(session, arm.id, base.id, "step_seconds")
     chosen = session.state.notes.get("chosen", [dict(side.keys) for side in session.arms])
     return {
         "format": FORMAT,
@@ -204,6 +258,7 @@ def result_of(session: Session) -> dict[str, Any]:
         "complete": len(both) == evidence.seeds and not session.interrupted,
         "claim": evidence.claim,
         "source": evidence.source,
+        "published": evidence.published,
         "run": shareable(session.options.run),
         "seconds": evidence.seconds,
         "seeds": len(both),
@@ -212,11 +267,13 @@ def result_of(session: Session) -> dict[str, Any]:
         "arm": _described(session, arm, runs[arm.id], chosen[1]),
         "difference": plain(change),
         "verdict": _verdict(change),
+        "drift": drift,
         "time_to_baseline_loss": {
             "not_reached": len(times) - len(pairs),
             "ratio": plain(ratio([a for a, _ in pairs], [b for _, b in pairs], LOSS_CONFIDENCE)) if pairs else None,
         },
-        "step_time_ratio": plain(paired(session, arm.id, base.id, "step_seconds")),
+        "step_time_ratio": plain(step),
+        "rate_ratio": plain(inverse(step)),
         "speed": verdict(slower),
     }
 
@@ -248,29 +305,32 @@ def _described(session: Session, side: Arm, runs: Mapping[int, Outcome], keys: M
 def header() -> list[str]:
     """Columns of a table of evidence."""
     return ["technique", "against", "seconds a run", "loss", "baseline's loss", "difference", "verdict", "peak memory",
-            "time to the baseline's loss"]  # fmt: skip
+            "step time", "time to the baseline's loss"]  # fmt: skip
 
 
 def cells(result: Mapping[str, Any]) -> list[str]:
     """One row of that table."""
     arm, base, change = result["arm"], result["baseline"], result["difference"]
-    if change is None:
-        return [result["name"], "not finished"]
-    time = result["time_to_baseline_loss"]
     memory = text.size(arm["peak_bytes"]) if arm["peak_bytes"] else tables.DASH
     if arm["peak_bytes"] and base["peak_bytes"]:
         memory += f" ({tables.percent(arm['peak_bytes'] / base['peak_bytes'] - 1)})"
+    step = tables.ratio(result["step_time_ratio"]) if result["step_time_ratio"] else tables.DASH
+    if not result["seeds"]:
+        return [result["name"], _sides(base), *[tables.DASH] * 4, result["speed"], memory, step, tables.DASH]
+    if change is None:
+        return [result["name"], "not finished"]
+    time = result["time_to_baseline_loss"]
     missed = f", not reached by {time['not_reached']} of {result['seeds']}" if time["not_reached"] else ""
     return [
         result["name"], _sides(base), f"{result['seconds']:g}", f"{numbers.median(arm['losses']):.3f}",
         f"{numbers.median(base['losses']):.3f}",
-        f"{tables.signed(change['median'])} ({tables.span(change, tables.signed)})", result["verdict"], memory,
+        f"{tables.signed(change['median'])} ({tables.span(change, tables.signed)})", result["verdict"], memory, step,
         (f"×{time['ratio']['median']:.2f}{missed}" if time["ratio"] else "not reached"),
     ]  # fmt: skip
 
 
 def _sides(side: Mapping[str, Any]) -> str:
-    parts = [str(m) if isinstance(m, str) else next(iter(m)) for m in side["methods"]]
+    parts = [label_of(item) for item in side["methods"]]
     return ", ".join([*parts, *(f"{key}={value}" for key, value in side["keys"].items())]) or "the run file as it is"
 
 
@@ -278,6 +338,12 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     """What has to be said beside the table."""
     lines = [f"Claim: {result['claim']}"] if result["claim"] else []
     lines += [f"Source: {result['source']}"] if result["source"] else []
+    if result["published"]:
+        lines.append(f"Published: {result['published']}.")
+    if result["step_time_ratio"]:
+        lines.append(f"Steps a second, measured here: {tables.ratio(result['rate_ratio'])} of the baseline's.")
+    if not result["seeds"]:
+        return [*lines, "Speed and memory alone: the losses of the two sides are not comparable."]
     lines.append(
         f"{result['seeds']} seeds; both sides have schedules of their own that decay fully; "
         f"{LOSS_CONFIDENCE:.0%} interval of the paired differences."
@@ -334,9 +400,10 @@ def run(
         evidence.baseline = {**evidence.baseline, "methods": [*own, *evidence.baseline.get("methods", ())]}
         evidence.arm = {**evidence.arm, "methods": [*own, *evidence.arm.get("methods", ())]}
     options = Options(
-        run=content, name=evidence.name, minutes=None, seeds=evidence.seeds, evaluations=evidence.evaluations,
+        run=content, name=evidence.name, minutes=None, seeds=max(1, evidence.seeds), evaluations=evidence.evaluations,
         eval_samples=evidence.eval_samples, threads=threads, rounds=evidence.rounds,
-        more={"seconds": evidence.seconds, "tune": [evidence.choices(arm=arm) for arm in (False, True)]},
+        more={"seconds": evidence.seconds, "timed_steps": evidence.timed_steps,
+              "tune": [evidence.choices(arm=arm) for arm in (False, True)]},
     )  # fmt: skip
 
     def start(folder: Path, fresh: bool, method: StartMethod | None) -> Session:

@@ -34,7 +34,7 @@ def page(result: Result) -> str:
     found = {name: arm for name, arm in result["arms"].items() if arm["reason"] is None}
     styles = {name: f"c{index % COLOURS}" for index, name in enumerate(found)}
     shown = [
-        {"title": f"{name.capitalize()} table", "note": meaning, "head": tables.header(name), "rows": rows}
+        {"title": f"{name.capitalize()} table", "note": meaning, "head": tables.header(result, name), "rows": rows}
         for name, meaning in tables.MEANINGS.items()
         if (rows := tables.body(result, name))
     ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import math
+import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +36,7 @@ class Job:
         evaluations: `loss`: how many evaluations, the last one at the end.
         eval_samples: How many validation samples are evaluated, evenly spaced.
         threads: Processor threads; None leaves torch's choice.
+        predict: `memory`: say beside the peak what the planner predicts for it.
     """
 
     kind: Kind
@@ -44,6 +48,7 @@ class Job:
     evaluations: int = 0
     eval_samples: int = 64
     threads: int | None = None
+    predict: bool = False
 
 
 @dataclass
@@ -69,6 +74,10 @@ class Outcome:
     """The whole training, its warm-up counted at the later pace and the evaluations left out."""
     evaluation_seconds: float = 0.0
     peak_bytes: int | None = None
+    predicted_bytes: int | None = None
+    """What the planner predicts for the peak."""
+    not_predicted: str | None = None
+    """Why it predicts nothing."""
     curve: list[tuple[int, int, float, float]] = field(default_factory=list)
     """(step, tokens, seconds, validation loss) of every evaluation."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -108,14 +117,11 @@ def _train(job: Job, *, total: int) -> Outcome:
     import torch
 
     from thrifty import tasks
-    from thrifty.bench.clock import StepClock, StopAfter
-    from thrifty.bench.memory import PeakMemory
     from thrifty.config import parse_config
-    from thrifty.recipe import Recipe
-    from thrifty.report.throughput import TokenCounter
-    from thrifty.run.evaluation import silence
-    from thrifty.run.training import RunTrainer
+    from thrifty.planner.measure import living_storages
 
+    gc.collect()  # what dies later leaves its addresses to this run's tensors
+    before = living_storages() if job.kind == "memory" else {}
     begin = time.perf_counter()
     if job.threads is not None:
         torch.set_num_threads(job.threads)
@@ -135,47 +141,103 @@ def _train(job: Job, *, total: int) -> Outcome:
             attn_implementation=config.attn_implementation,
             dtype=config.dtype,
         )
-        data = loaded.data
-        args.warmup_steps = _warm_up_share(config, args, len(data.train_dataset))
-        held = None if data.eval_dataset is None else some(data.eval_dataset, job.eval_samples)
-        prepare_begin = time.perf_counter()
-        trainer: Any = RunTrainer(
-            model=loaded.model,
-            args=args,
-            data_collator=data.data_collator,
-            train_dataset=data.train_dataset,
-            eval_dataset=held,
-            processing_class=loaded.processor,
-            compute_metrics=data.compute_metrics,
-            preprocess_logits_for_metrics=data.preprocess_logits_for_metrics,
-            methods=Recipe.parse(config.methods),
-            task=loaded.task,
-            # What would change or interrupt a measurement is off: a batch must not be split, a signal ends the bench.
-            guards=dataclasses.replace(config.guards, on_oom="raise", trial_step=False, handle_signals=False),
+        with _cache_of_its_own(scratch):
+            found = _timed(job, total, config, args, loaded, begin, before)
+    if job.predict and found.peak_bytes is not None:
+        _predict(config, args, found)
+    return found
+
+
+def _predict(config: Any, args: Any, found: Outcome) -> None:
+    """Notes what the planner says of the same run."""
+    import torch
+
+    from thrifty.hardware.devices import detect_id
+    from thrifty.planner.plan import estimate
+    from thrifty.planner.workload import workload_from_run
+
+    if found.device not in ("cpu", "cuda"):
+        found.not_predicted = f"there is no profile of {found.device} devices"
+        return
+    try:
+        predicted = estimate(
+            workload_from_run(config),
+            device="cpu" if found.device == "cpu" else detect_id(torch.cuda.get_device_name(args.device)),
+            micro_batch=args.per_device_train_batch_size,
+            accumulation=config.arguments.get("gradient_accumulation_steps"),
         )
-        prepare_seconds = time.perf_counter() - prepare_begin
-        trainer.counter = TokenCounter()
-        silence(trainer)
-        clock = StepClock(trainer.counter, args.device, prepare_seconds)
-        memory = PeakMemory(args.device) if job.kind == "memory" or args.device.type == "cuda" else None
-        for callback in (memory, clock, StopAfter(job.steps) if total > job.steps else None):
-            if callback is not None:
-                trainer.add_callback(callback)
-        start_seconds = time.perf_counter() - begin
-        trainer.train()
-        found = Outcome(
-            device=args.device.type,
-            start_seconds=start_seconds,
-            prepare_seconds=prepare_seconds,
-            tokens=clock.tokens[-1] if clock.tokens else 0,
-            steps=len(clock.seconds),
-            peak_bytes=memory.peak if memory is not None else None,
-        )
-        if job.kind != "memory":
-            clock.fill(found)
-        if job.kind == "loss":
-            _final(trainer, clock, found)
-        return found
+    except InputError as error:
+        found.not_predicted = str(error)
+    except Exception as fault:  # what was measured stands all the same, and the table names the fault
+        found.not_predicted = f"{type(fault).__name__}: {fault}"
+    else:
+        found.predicted_bytes = predicted.peak_allocated_bytes
+
+
+def _timed(
+    job: Job, total: int, config: Any, args: Any, loaded: Any, begin: float, before: Mapping[int, int]
+) -> Outcome:
+    from thrifty.bench.clock import StepClock, StopAfter
+    from thrifty.bench.memory import PeakMemory
+    from thrifty.recipe import Recipe
+    from thrifty.report.throughput import TokenCounter
+    from thrifty.run.evaluation import silence
+    from thrifty.run.training import RunTrainer
+
+    data = loaded.data
+    args.warmup_steps = _warm_up_share(config, args, len(data.train_dataset))
+    held = None if data.eval_dataset is None else some(data.eval_dataset, job.eval_samples)
+    prepare_begin = time.perf_counter()
+    trainer: Any = RunTrainer(
+        model=loaded.model,
+        args=args,
+        data_collator=data.data_collator,
+        train_dataset=data.train_dataset,
+        eval_dataset=held,
+        processing_class=loaded.processor,
+        compute_metrics=data.compute_metrics,
+        preprocess_logits_for_metrics=data.preprocess_logits_for_metrics,
+        methods=Recipe.parse(config.methods),
+        task=loaded.task,
+        # What would change or interrupt a measurement is off: a batch must not be split, a signal ends the bench.
+        guards=dataclasses.replace(config.guards, on_oom="raise", trial_step=False, handle_signals=False),
+    )
+    prepare_seconds = time.perf_counter() - prepare_begin
+    trainer.counter = TokenCounter()
+    silence(trainer)
+    clock = StepClock(trainer.counter, args.device, prepare_seconds)
+    memory = PeakMemory(args.device, before) if job.kind == "memory" or args.device.type == "cuda" else None
+    for callback in (memory, clock, StopAfter(job.steps) if total > job.steps else None):
+        if callback is not None:
+            trainer.add_callback(callback)
+    start_seconds = time.perf_counter() - begin
+    trainer.train()
+    found = Outcome(
+        device=args.device.type,
+        start_seconds=start_seconds,
+        prepare_seconds=prepare_seconds,
+        tokens=clock.tokens[-1] if clock.tokens else 0,
+        steps=len(clock.seconds),
+        peak_bytes=memory.peak if memory is not None else None,
+    )
+    if job.kind != "memory":
+        clock.fill(found)
+    if job.kind == "loss":
+        _final(trainer, clock, found)
+    return found
+
+
+@contextlib.contextmanager
+def _cache_of_its_own(folder: str) -> Iterator[None]:
+    """Scores and side models that an earlier measurement left in the cache would cost nothing in this one."""
+    kept = os.environ.get("THRIFTY_CACHE")
+    os.environ["THRIFTY_CACHE"] = folder
+    try:
+        yield
+    finally:
+        del os.environ["THRIFTY_CACHE"]
+        if kept is not None:
+            os.environ["THRIFTY_CACHE"] = kept
 
 
 def _final(trainer: Any, clock: Any, found: Outcome) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,15 @@ class PeakMemory(TrainerCallback):
 
     On a processor every step is profiled: what lives when it begins (weights, optimizer state, the methods' own
     tensors, the batch), plus the highest sum of the allocations and frees in it. So it must not time steps as well.
+
+    Args:
+        device: Where the run is.
+        before: What `living_storages` found before the run began: constants of libraries are not the run's.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, before: Mapping[int, int] | None = None) -> None:
         self.device = device
+        self._before = before or {}
         self.peak: int | None = None
         self._base = 0
         self._profile: torch.profiler.profile | None = None
@@ -33,7 +39,7 @@ class PeakMemory(TrainerCallback):
         if self.device.type != "cpu" or state.global_step == 0:
             return
         gc.collect()
-        self._base = sum(living_storages().values())
+        self._base = sum(size for key, size in living_storages().items() if key not in self._before)
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
 

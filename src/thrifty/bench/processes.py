@@ -10,12 +10,14 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from thrifty.bench import clock
+from thrifty.bench.clock import TURN
 from thrifty.bench.measure import Job, Outcome, measure
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
@@ -69,12 +71,55 @@ class FreshProcesses:
             process.start()
             sender.close()
             try:
-                return _receive(receiver, process, log)
+                found = _receive(receiver, process, log)
             finally:
-                receiver.close()
-                if process.is_alive():
-                    process.kill()
-                process.join()
+                _end(receiver, process)
+        assert found is not None
+        return found
+
+    def run_together(self, jobs: Sequence[Job], steps: int) -> list[Outcome]:
+        """Runs jobs at once, which take turns of some steps each: at any moment one of them runs, and the others wait.
+
+        What slows the machine down for some seconds then slows all of them alike.
+
+        Args:
+            jobs: Each gets a process of its own.
+            steps: Of a turn.
+
+        Raises:
+            KeyboardInterrupt: The children are ended first.
+        """
+        found: dict[int, Outcome] = {}
+        running: list[tuple[int, Any, Any, Path]] = []
+        with tempfile.TemporaryDirectory(prefix="thrifty-bench-log-") as folder:
+            try:
+                for number, job in enumerate(jobs):
+                    ours, theirs = self._context.Pipe()
+                    log = Path(folder) / f"log-{number}.txt"
+                    process = self._context.Process(target=_child, args=(theirs, self.run_job, job, str(log), steps))
+                    process.start()
+                    theirs.close()
+                    running.append((number, ours, process, log))
+                    if (outcome := _receive(ours, process, log)) is not None:
+                        found[number] = outcome
+                while len(found) < len(jobs):
+                    for number, ours, process, log in running:
+                        if number not in found:
+                            with contextlib.suppress(OSError):  # it has ended meanwhile: what follows says how
+                                ours.send(TURN)
+                            if (outcome := _receive(ours, process, log)) is not None:
+                                found[number] = outcome
+            finally:
+                for _, ours, process, _ in running:
+                    _end(ours, process)
+        return [found[number] for number in range(len(jobs))]
+
+
+def _end(receiver: Connection, process: Any) -> None:
+    receiver.close()
+    if process.is_alive():
+        process.kill()
+    process.join()
 
 
 @contextlib.contextmanager
@@ -90,7 +135,8 @@ def _no_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _receive(receiver: Connection, process: Any, log: Path) -> Outcome:
+def _receive(receiver: Connection, process: Any, log: Path) -> Outcome | None:
+    """The process's outcome, or None where it has only ended its turn."""
     try:
         received = receiver.recv()
     except EOFError:
@@ -100,10 +146,10 @@ def _receive(receiver: Connection, process: Any, log: Path) -> Outcome:
         how = f"was ended by signal {-code} ({_signal(-code)})" if code and code < 0 else f"ended with exit code {code}"
         hint = "; perhaps the machine ran out of memory" if code == -signal.SIGKILL else ""
         return Outcome(reason=f"the process {how}{hint}{said}", crashed=True)
-    return Outcome.from_dict(received)
+    return None if received == TURN else Outcome.from_dict(received)
 
 
-def _child(sender: Any, run: Callable[[Job], Outcome], job: Job, log: str) -> None:
+def _child(sender: Any, run: Callable[[Job], Outcome], job: Job, log: str, turn_steps: int | None = None) -> None:
     # The terminal's Ctrl-C goes to the whole group; the bench decides what becomes of a measurement.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -113,6 +159,7 @@ def _child(sender: Any, run: Callable[[Job], Outcome], job: Job, log: str) -> No
     os.dup2(descriptor, 2)
     # A fork may have inherited streams of a notebook or a test that lead elsewhere.
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+    clock.turns = clock.Turns(sender, turn_steps) if turn_steps else None
     try:
         outcome = run(job)
     except Exception as error:

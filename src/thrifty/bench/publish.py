@@ -20,6 +20,8 @@ KINDS = {
     "thrifty-evidence/1": "evidence",
     "thrifty-peers/1": "peers",
     "thrifty-bench-can-tell/1": "bench-can-tell",
+    "thrifty-bench-repeat/1": "bench-repeat",
+    "thrifty-depth-sweep/1": "depth-sweep",
 }
 _NEEDED = ("format", "label", "name", "date", "machine", "versions")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.bench.measure import WARM_UP_STEPS, Outcome
-from thrifty.bench.rows import Arm
+from thrifty.bench.rows import Arm, name_of
 from thrifty.bench.session import AGAIN, Session
 from thrifty.bench.statistics import (
     LOSS_CONFIDENCE,
@@ -22,6 +22,7 @@ from thrifty.bench.statistics import (
     reached,
     verdict,
 )
+from thrifty.method import registry
 
 FORMAT = "thrifty-bench/1"
 Result = dict[str, Any]
@@ -90,7 +91,7 @@ def _rows(session: Session) -> list[dict[str, Any]]:
             last = before.get(row.table)
             if row.table == "additive" and last is not None:
                 entry["against_previous"] = {
-                    "speed": plain(_inverse(paired(session, row.arm, last))),
+                    "speed": plain(inverse(paired(session, row.arm, last))),
                     "peak": _change(_peak(session, row.arm), _peak(session, last)),
                 }
             before[row.table] = row.arm
@@ -106,6 +107,8 @@ def _arm(session: Session, arm: Arm) -> dict[str, Any]:
         "reason": session.reasons.get(arm.id),
         "peak_bytes": _peak(session, arm.id),
         "peak_change": _change(_peak(session, arm.id), _peak(session, base)),
+        **_predicted(session, arm.id),
+        "emulated": _emulated(session, arm),
     }
     speed = [found for found in _speed(session, arm.id).values() if found.step_seconds is not None]
     if speed:
@@ -120,7 +123,7 @@ def _arm(session: Session, arm: Arm) -> dict[str, Any]:
             "warm_up_extra_seconds": statistics.median(_extra(found) for found in speed),
             "whole_schedule": all(found.whole_schedule for found in speed),
             "step_ratio": plain(paired(session, arm.id, base, "step_seconds") if slower else None),
-            "speed": plain(_inverse(slower)),
+            "speed": plain(inverse(slower)),
             "verdict": verdict(slower),
         }
     return entry | _losses(session, arm.id, base)
@@ -169,9 +172,10 @@ def _losses(session: Session, arm: str, base: str) -> dict[str, Any]:
 def _time_to_loss(session: Session, arm: str, theirs: dict[int, Outcome]) -> dict[str, Any]:
     """Seconds until the baseline's final loss of the same seed, in whichever of the arm's runs got there first."""
     ours, base, missed = [], [], 0
+    lengths = session.state.notes.get("lengths", {}).get(arm, {})
     for seed, other in theirs.items():
         loss = other.curve[-1][3]
-        runs = [found for kind in ("loss-tokens", "loss-seconds") if (found := _good(session, kind, arm, seed))]
+        runs = [found for budget in lengths if (found := _good(session, f"loss-{budget}", arm, seed))]
         times = [t for run in runs if (t := reached([(p[2], p[3]) for p in run.curve], loss)) is not None]
         if times:
             ours.append(min(times))
@@ -216,7 +220,7 @@ def paired(session: Session, arm: str, other: str, what: str = "token_seconds") 
     return ratio([ours[n] for n in both], [theirs[n] for n in both]) if both else None
 
 
-def _inverse(found: Interval | None) -> Interval | None:
+def inverse(found: Interval | None) -> Interval | None:
     """The ratio of rates from that of times."""
     if found is None:
         return None
@@ -228,6 +232,29 @@ def _inverse(found: Interval | None) -> Interval | None:
 def _peak(session: Session, arm: str) -> int | None:
     found = session.outcome("memory", arm, 0)
     return found.peak_bytes if found is not None and found.reason is None else None
+
+
+def _predicted(session: Session, arm: str) -> dict[str, Any]:
+    """The planner's peak, and the measured one over it, less one; or why there is none."""
+    found = session.outcome("memory", arm, 0)
+    if found is None or found.reason is not None:
+        return {}
+    if found.not_predicted is not None:
+        return {"not_predicted": found.not_predicted}
+    if found.predicted_bytes is None:
+        return {}
+    error = _change(found.peak_bytes, found.predicted_bytes)
+    return {"predicted_bytes": found.predicted_bytes, "prediction_error": error}
+
+
+def _emulated(session: Session, arm: Arm) -> dict[str, str]:
+    """The methods that only do as if on the device that was measured, and what that means."""
+    found = next((one for kind in ("memory", "speed") if (one := session.outcome(kind, arm.id, 0))), None)
+    if found is None:
+        return {}
+    names = [name_of(item) for item in arm.methods]
+    reasons = {name: registry.get(name).spec.emulated.get(found.device) for name in names if name in registry.names()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _change(value: int | None, base: int | None) -> float | None:

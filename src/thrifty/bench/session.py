@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +18,10 @@ from thrifty.bench.state import State
 from thrifty.errors import InputError, ThriftyError
 from thrifty.recipe import Recipe
 
+TURN_SECONDS = 0.25
+"""How long a process of a round runs before the next one takes its turn."""
+PROCESS_BYTES = 2**29
+"""What a process needs beside the peak of its training."""
 AGAIN = "baseline again"
 """The second run of the baseline in every round: the difference to the first is the machine's noise."""
 
@@ -69,6 +74,8 @@ class Session:
         self.reasons: dict[str, str] = {}
         """Why an arm did not run."""
         self.plan: Plan | None = None
+        self.timed: int | None = None
+        """Steps of a speed measurement; None lets their pace decide."""
         self.interrupted = False
         self._fixed = bool(arms)
         self._memory = memory
@@ -143,12 +150,12 @@ class Session:
         tables = self.tables = Tables(wanted, MOST_ARMS if limited else None, self.options.only)
         self.arms = tables.arms
         self.progress.expect(1)
-        self._measure("memory", Arm(BASELINE), 0, steps=MEMORY_STEPS)
+        self._measure("memory", Arm(BASELINE), 0, steps=MEMORY_STEPS, predict=True)
         for arm, row in tables.build():
             reason = refused(arm)
             if reason is None:
                 self.progress.expect(1)
-                reason = self._measure("memory", arm, 0, steps=MEMORY_STEPS).reason
+                reason = self._measure("memory", arm, 0, steps=MEMORY_STEPS, predict=True).reason
             tables.settle(arm, row, reason)
 
     def _divide(self, first: Outcome, begun: float) -> None:
@@ -179,7 +186,8 @@ class Session:
             self.progress.expect(len(order))
         elif number % 2:
             order.reverse()
-        steps = timed_steps(self._pace())
+        steps = WARM_UP_STEPS + self.timed if self.timed else timed_steps(self._pace())
+        self._together([(arm, name) for arm, name in order if arm.id not in self.reasons], number, steps)
         for arm, name in order:
             if arm.id in self.reasons:
                 self.progress.advance()
@@ -187,6 +195,30 @@ class Session:
             found = self._measure("speed", arm, number, steps=steps, name=name)
             if found.reason is not None:
                 self._drop(arm, found)
+
+    def _together(self, order: list[tuple[Arm, str]], number: int, steps: int) -> None:
+        """Measures a round with all its processes taking turns, where they fit into memory beside each other.
+
+        On an accelerator they would share its memory and caches, and each measurement stands alone.
+        """
+        import psutil
+        import torch
+
+        runner = getattr(self.processes, "run_together", None)
+        missing = [(arm, name) for arm, name in order if f"speed/{name}/{number}" not in self.state.outcomes]
+        if runner is None or not missing or torch.accelerator.is_available():
+            return
+        peaks = [found.peak_bytes or 0 for arm, _ in missing if (found := self.outcome("memory", arm.id, 0))]
+        if sum(peaks) + len(missing) * PROCESS_BYTES > psutil.virtual_memory().available / 2:
+            return
+        self.progress.begin(f"speed, round {number + 1}", self._left())
+        jobs = [self._job("speed", arm, name, number, steps) for arm, name in missing]
+        outcomes = runner(jobs, max(1, math.ceil(TURN_SECONDS / self._pace())))
+        for (_, name), found in zip(missing, outcomes, strict=True):
+            self.state.add(f"speed/{name}/{number}", found)
+
+    def _left(self) -> float | None:
+        return None if self._deadline is None else self._deadline - time.monotonic()
 
     def _pace(self) -> float:
         first = self.state.outcomes[f"{'loss' if self.options.quality else 'speed'}/{self.arms[0].id}/-1"]
@@ -201,7 +233,7 @@ class Session:
         assert base is not None
         lengths = {}
         for arm in self.running:
-            found = self._pooled(arm.id)
+            found = self._told_apart(arm.id)
             if found is not None:
                 lengths[arm.id] = loss_runs(self.plan.steps, found, self._pooled(self.arms[0].id) or base)
         self.state.note("lengths", lengths)
@@ -220,13 +252,32 @@ class Session:
                         self._drop(arm, found)
 
     def _pooled(self, arm: str) -> Outcome | None:
-        """The speed measurement of an arm with the median step time of all its rounds."""
+        """The speed measurement of an arm with the median step time and preparation of all its rounds."""
         import statistics
 
         rounds = self.plan.rounds if self.plan else 1
         found = [one for number in range(rounds) if (one := self.outcome("speed", arm, number)) is not None]
         seconds = [one.step_seconds for one in found if one.step_seconds is not None]
-        return dataclasses.replace(found[0], step_seconds=statistics.median(seconds)) if seconds else None
+        if not seconds:
+            return None
+        prepare = statistics.median(one.prepare_seconds for one in found)
+        return dataclasses.replace(found[0], step_seconds=statistics.median(seconds), prepare_seconds=prepare)
+
+    def _told_apart(self, arm: str) -> Outcome | None:
+        """As `_pooled`; a pace that cannot be told from the baseline's counts as that.
+
+        Otherwise the noise of the timings would give a row more or fewer steps at equal seconds than it deserves.
+        """
+        from thrifty.bench.result import paired
+
+        found, base = self._pooled(arm), self._pooled(self.arms[0].id)
+        if found is None or base is None or base.step_seconds is None or arm == self.arms[0].id:
+            return found
+        ratio = paired(self, arm, self.arms[0].id)
+        if ratio is None or ratio.count < 2 or ratio.excludes(1.0) or not base.tokens or not found.tokens:
+            return found
+        tokens = (found.tokens / found.steps) / (base.tokens / base.steps)
+        return dataclasses.replace(found, step_seconds=base.step_seconds * tokens)
 
     def _drop(self, arm: Arm, found: Outcome) -> None:
         if arm is self.arms[0]:
@@ -242,6 +293,7 @@ class Session:
         steps: int,
         evaluations: int = 0,
         name: str | None = None,
+        predict: bool = False,
     ) -> Outcome:
         """One measurement, taken from the state where it is there already.
 
@@ -252,26 +304,32 @@ class Session:
             steps: Optimizer steps.
             evaluations: Any make it a measurement of the loss.
             name: Second part of its name, where that is not the arm's id.
+            predict: Whether the planner predicts the peak.
         """
         key = f"{kind}/{name or arm.id}/{number}"
         if key not in self.state.outcomes:
-            left = None if self._deadline is None else self._deadline - time.monotonic()
-            self.progress.begin(f"{kind.partition('-')[0]} of {name or arm.id}", left)
+            self.progress.begin(f"{kind.partition('-')[0]} of {name or arm.id}", self._left())
             family: Kind = "memory" if kind == "memory" else "loss" if evaluations else "speed"
-            job = Job(
-                kind=family,
-                arm=name or arm.id,
-                run={**self.options.run, **arm.keys},
-                methods=arm.methods,
-                seed=int(self.options.run.get("seed", 42)) + max(0, number),
-                steps=steps,
-                evaluations=evaluations,
-                eval_samples=self.options.eval_samples,
-                threads=self.options.threads,
-            )
+            job = self._job(family, arm, name or arm.id, number, steps, evaluations=evaluations, predict=predict)
             self.state.add(key, self.processes.run(job))
         self.progress.advance()
         return self.state.outcomes[key]
+
+    def _job(
+        self, kind: Kind, arm: Arm, name: str, number: int, steps: int, *, evaluations: int = 0, predict: bool = False
+    ) -> Job:
+        return Job(
+            kind=kind,
+            arm=name,
+            run={**self.options.run, **arm.keys},
+            methods=arm.methods,
+            seed=int(self.options.run.get("seed", 42)) + max(0, number),
+            steps=steps,
+            evaluations=evaluations,
+            eval_samples=self.options.eval_samples,
+            threads=self.options.threads,
+            predict=predict,
+        )
 
 
 def refused(arm: Arm) -> str | None:

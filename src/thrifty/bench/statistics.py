@@ -30,6 +30,8 @@ import numpy as np
 
 SPEED_CONFIDENCE = 0.99
 LOSS_CONFIDENCE = 0.95
+SAME_LOSS = 1e-4
+"""Share of a loss by which kernels that round otherwise may differ."""
 TRIMMED = 0.1
 """Share of the steps left out at each end of a process's mean: one stall must not decide a round."""
 
@@ -126,15 +128,17 @@ def verdict(step_time: Interval | None) -> Verdict:
 def reached(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
     """When a curve of (seconds, validation loss) first comes down to `loss`, by straight lines between evaluations.
 
+    A loss that is above it by rounding alone (`SAME_LOSS`) has come down to it.
+
     Returns:
         Seconds, or None where the curve never gets there.
     """
     before: tuple[float, float] | None = None
     for seconds, value in curve:
-        if value <= loss:
-            if before is None or before[1] <= value:
+        if value <= loss + SAME_LOSS * abs(loss):
+            if before is None or before[1] <= value or value >= loss:
                 return seconds
             share = (before[1] - loss) / (before[1] - value)
-            return before[0] + share * (seconds - before[0])
+            return before[0] + max(0.0, share) * (seconds - before[0])
         before = (seconds, value)
     return None

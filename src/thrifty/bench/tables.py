@@ -16,11 +16,12 @@ MEANINGS = {
 }
 
 
-def header(table: str) -> list[str]:
+def header(result: Result, table: str) -> list[str]:
     """Column titles."""
+    planned = ["predicted peak"] if _planned(result) else []
     before = ["against the row before"] if table == "additive" else []
     return [
-        "row", "peak memory", *before, "tokens/s", "against the baseline", "step",
+        "row", "peak memory", *planned, *before, "tokens/s", "against the baseline", "step",
         "loss at equal tokens", "loss at equal seconds", "time to the baseline's loss",
     ]  # fmt: skip
 
@@ -35,11 +36,12 @@ def body(result: Result, table: str) -> list[list[str]]:
             rows.append([row["label"], f"cannot run here: {row['reason']}"])
             continue
         arm = result["arms"][row["arm"]]
+        planned = [predicted(arm)] if _planned(result) else []
         before = [_before(row)] if table == "additive" else []
         rows.append(
             [
-                row["label"], memory(arm), *before, number(arm.get("tokens_per_second"), text.count), speed(arm),
-                number(arm.get("step_seconds"), milliseconds), loss(arm, "tokens"), loss(arm, "seconds"),
+                label(row, arm), memory(arm), *planned, *before, number(arm.get("tokens_per_second"), text.count),
+                speed(arm), number(arm.get("step_seconds"), milliseconds), loss(arm, "tokens"), loss(arm, "seconds"),
                 time_to_loss(arm),
             ]
         )  # fmt: skip
@@ -52,6 +54,24 @@ def memory(arm: Mapping[str, Any]) -> str:
         return DASH
     change = arm.get("peak_change")
     return text.size(arm["peak_bytes"]) + (f" ({percent(change)})" if change else "")
+
+
+def label(row: Mapping[str, Any], arm: Mapping[str, Any]) -> str:
+    """What the line adds; a technique that only does as if on this machine is marked."""
+    new = row["label"].removeprefix("+ ").partition(" (")[0]
+    return row["label"] + (" (emulated)" if new in (arm.get("emulated") or {}) else "")
+
+
+def _planned(result: Result) -> bool:
+    """Whether the planner's peaks stand beside the measured ones; older files lack them."""
+    return any(arm.get("predicted_bytes") for arm in result["arms"].values())
+
+
+def predicted(arm: Mapping[str, Any]) -> str:
+    """What the planner said, with how far the measured peak is from it."""
+    if arm.get("predicted_bytes") is None:
+        return DASH
+    return f"{text.size(arm['predicted_bytes'])} ({percent(arm['prediction_error'])})"
 
 
 def speed(arm: Mapping[str, Any]) -> str:
@@ -173,6 +193,13 @@ def notes(result: Result) -> list[str]:
     partial = [name for name, arm in result["arms"].items() if arm.get("whole_schedule") is False]
     if partial:
         lines.append(f"Speed of the first steps of a long run only: {', '.join(partial)}.")
+    arms = result["arms"].values()
+    emulated = {name: why for arm in arms for name, why in (arm.get("emulated") or {}).items()}
+    lines += [f"Emulated on this machine: {name}: {why}." for name, why in emulated.items()]
+    if _planned(result):
+        lines.append("Predicted peak: the planner's, in brackets how far the measured one is from it.")
+    unknown = {name: why for name, arm in result["arms"].items() if (why := arm.get("not_predicted"))}
+    lines += [f"Not predicted: {name}: {why}." for name, why in unknown.items()]
     if result["left_out"]:
         lines.append(f"Not measured: {', '.join(result['left_out'])}; `--methods` chooses.")
     return lines
@@ -203,7 +230,7 @@ def markdown(result: Result) -> str:
     for table, meaning in MEANINGS.items():
         rows = body(result, table)
         if rows:
-            lines += [f"{table.capitalize()} table: {meaning}.", "", *markdown_table(header(table), rows), ""]
+            lines += [f"{table.capitalize()} table: {meaning}.", "", *markdown_table(header(result, table), rows), ""]
     return "\n".join([*lines, *(f"- {line}" for line in notes(result))]) + "\n"
 
 
@@ -240,7 +267,7 @@ def _short(result: Result, row: Mapping[str, Any]) -> list[str]:
         return f"{found['median']:.3f}" + (f" ({signed(change['median'])}{_mark(change)})" if change else "")
 
     return [
-        row["label"], memory(arm), number(arm.get("tokens_per_second"), text.count), speed(arm),
+        label(row, arm), memory(arm), number(arm.get("tokens_per_second"), text.count), speed(arm),
         losses("tokens"), losses("seconds"), time_to_loss(arm),
     ]  # fmt: skip
 

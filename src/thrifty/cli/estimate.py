@@ -29,6 +29,13 @@ def estimate(
     devices: Annotated[int, typer.Option("--devices", help="How many devices.")] = 1,
     sharding: Annotated[str | None, typer.Option("--sharding", help="ddp, zero1, zero2 or zero3.")] = None,
     memory: Annotated[str | None, typer.Option("--memory", help="Limit of one device, e.g. 24GiB.")] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="Samples of the data set, to say how long the run takes.")
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option("--epochs", help="Passes over them; default the run file's, or 3.")
+    ] = None,
+    mean_len: Annotated[int | None, typer.Option("--mean-len", help="Mean tokens of a sample, where shorter.")] = None,
     config: Annotated[str | None, typer.Option("--config", help="A run file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -36,14 +43,18 @@ def estimate(
     from thrifty.cli.arguments import quiet
 
     quiet()
+    from thrifty.planner.duration import Length, sentence, with_duration
+    from thrifty.planner.plan import as_device
     from thrifty.planner.plan import estimate as predict
 
+    length = Length(samples=samples, epochs=epochs, mean_len=mean_len)
     workload, run = read_workload(arguments, config, model, task, seq_len, methods, dtype, padded)
     found = predict(
         workload, device=device, devices=devices, sharding=sharding, memory=memory,
         micro_batch=micro_batch if micro_batch is not None else run.get("per_device_train_batch_size", 1),
         accumulation=accumulation if accumulation is not None else run.get("gradient_accumulation_steps"),
     )  # fmt: skip
+    found = with_duration(found, workload, as_device(device, memory), length)
     if json:
         from thrifty.report.files import to_json
 
@@ -59,6 +70,8 @@ def estimate(
                f"{'fits' if found.fits else 'does not fit'}")  # fmt: skip
     typer.echo(f"  peak at {found.peak_phase}: " + ", ".join(f"{k} {v / gib:.2f}" for k, v in found.breakdown.items()))
     typer.echo(f"  {found.step_seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.0%}")
+    if found.total_hours is not None:
+        typer.echo("  " + sentence(found, length))
 
 
 def read_workload(

@@ -32,6 +32,13 @@ def plan(
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of the weights: float32, bfloat16, float16.")] = None,
     padded: Annotated[bool, typer.Option("--padded", help="Batches hold padding.")] = False,
     allow: Annotated[str, typer.Option("--allow", help="Methods or sections that may change the mathematics.")] = "",
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="Samples of the data set, to say how long the run takes.")
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option("--epochs", help="Passes over them; default the run file's, or 3.")
+    ] = None,
+    mean_len: Annotated[int | None, typer.Option("--mean-len", help="Mean tokens of a sample, where shorter.")] = None,
     export: Annotated[str | None, typer.Option("--export", help="Write the plan for another tool.")] = None,
     output: Annotated[str, typer.Option("--output", help="The folder for --export.")] = ".",
     write: Annotated[str | None, typer.Option("--write", help="Write a run file to train with.")] = None,
@@ -48,6 +55,7 @@ def plan(
     from thrifty.cli.estimate import read_workload
     from thrifty.errors import InputError
     from thrifty.planner import export as tools
+    from thrifty.planner.duration import Length, sentence, with_duration
     from thrifty.planner.plan import as_device
     from thrifty.planner.plan import plan as search
     from thrifty.planner.residuals import describe
@@ -59,6 +67,7 @@ def plan(
         raise InputError(
             f"unknown tool{did_you_mean(export, tools.TOOLS)}", key="export", value=export, fix=", ".join(tools.TOOLS)
         )
+    length = Length(samples=samples, epochs=epochs, mean_len=mean_len)
     workload, run = read_workload(
         arguments, model=model, config=None, task=task, seq_len=seq_len, methods=methods, dtype=dtype, padded=padded
     )
@@ -75,6 +84,9 @@ def plan(
         found = verified_plan(workload, device=as_device(device, memory), **options)
     else:
         found = search(workload, device=device, memory=memory, **options)
+    if found.chosen is not None:
+        found.chosen = with_duration(found.chosen, found.workload, found.device, length)
+        found.explanation += [line for line in (sentence(found.chosen, length),) if line]
     for path in (write, html):
         if path is not None and found.chosen is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)

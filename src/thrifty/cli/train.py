@@ -24,8 +24,13 @@ def train(
     from thrifty.cli.arguments import quiet, split_arguments
 
     quiet()
+    import gc
+
+    gc.disable()  # collections while a million objects of torch and transformers come into being find nothing
     from thrifty import run
     from thrifty.config import load_config
 
+    gc.freeze()  # and later ones need not walk them
+    gc.enable()
     path, overrides = split_arguments(arguments or [])
     run.train(load_config(path, [*overrides, "resume=auto"] if resume else overrides))

@@ -46,7 +46,7 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     "data_seed": {"ge": 0, "lt": 2**32},
     "dataloader_num_workers": NOT_NEGATIVE,
     "dataloader_prefetch_factor": POSITIVE,
-    "vocab_size": {"ge": 260},
+    "vocab_size": {"ge": 259},
     "max_new_tokens": NOT_NEGATIVE,
     "global_batch_size": POSITIVE,
     "num_threads": POSITIVE,

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import transformers.masking_utils as masking_utils
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd.graph import _engine_run_backward
+from torch.utils._device import _device_constructors as device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -24,6 +25,8 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "canary",
+    "device_constructors",
+    "fake_empty",
     "flop_registry",
     "profiled_allocations",
     "real_masks",
@@ -45,6 +48,15 @@ def run_backward(loss: torch.Tensor, gradient: torch.Tensor | None = None) -> No
     with torch.no_grad():
         seed = torch.ones_like(loss) if gradient is None else gradient
     _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def fake_empty(
+    mode: FakeTensorMode, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Returns a new fake tensor without passing through the mode's dispatch, which takes ten times as long."""
+    with in_kernel_invocation_manager(mode):
+        element = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, element, device)
 
 
 @contextlib.contextmanager

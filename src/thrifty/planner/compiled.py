@@ -106,6 +106,7 @@ class Compiled:
     phases: tuple[Phase, ...] = ()
     """Stretches of the run in which a step is cheaper."""
     _law_cache: dict[int, list[int]] = field(default_factory=dict, repr=False)
+    _count_cache: dict[int, Any] = field(default_factory=dict, repr=False)
 
     def moments(self, batch: np.ndarray, seq: int, *, later: bool) -> np.ndarray:
         """Bytes at each moment that can be the peak, of the pass and of the update: (batches, moments, categories).
@@ -115,15 +116,23 @@ class Compiled:
             seq: Sequence length.
             later: Whether gradients of earlier micro-batches exist (accumulation).
         """
+        return self.with_update(*self.pass_moments(batch, seq, later=later))
+
+    def pass_moments(self, batch: np.ndarray, seq: int, *, later: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The moments of the pass without the optimizer's state, and its end (batches, 1, categories)."""
         program, rows = self._rows(int(batch[0]), later)
         times = program.insertions(self.step.layers)
         weights, exists = rows.at(times)
         sizes = program.class_bytes(batch, seq, times)
         body = _by_category(weights[exists], sizes, program.category)
-        end = _by_category(rows.living_at_end(times)[None], sizes, program.category)
+        return body, _by_category(rows.living_at_end(times)[None], sizes, program.category)
+
+    def with_update(self, body: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """The moments of the pass and of the update after it."""
         state, update = self._update
-        body[..., _OPTIMIZER] += state
-        return np.concatenate([body, end + update[None]], axis=1)
+        states = np.zeros(len(CATEGORIES))
+        states[_OPTIMIZER] = state
+        return np.concatenate([body + states, end + update[None]], axis=1)
 
     def phase(self, moment: int, batch: int, *, later: bool) -> str:
         """Where in the step one of the moments is."""
@@ -172,25 +181,35 @@ class Compiled:
             # A mean over a run needs no whole number of blocks, and may lie below the traced ones.
             wanted = np.array([self.step.layers[name] for name in program.dims]) * depth
             times = (wanted - program.base) / program.units
-        counts: dict[tuple[int, int], float] = {}
-        for number, part in enumerate(program.stretches):
-            repeat = 1 if number == 0 else float(times[program.dim[number]])
-            at = np.flatnonzero(part.kind == OP)
-            for which, direction in zip(part.ident[at].tolist(), part.direction[at].tolist(), strict=True):
-                key = (self._laws(program)[which], direction)
-                counts[key] = counts.get(key, 0) + repeat
-        laws = np.array([law for law, _ in counts])
+        laws, directions, repeats = self._counts(program)
         numbers = (
             features(batch, seq) @ np.swapaxes(program.op_numbers[laws], 1, 2)
             + (program.op_grown[laws] @ times)[:, None]
         )
-        out = np.zeros((len(batch), len(laws)), OP_TYPE)
-        for column, ((law, direction), count) in enumerate(counts.items()):
-            out["name"][:, column], out["dtype"][:, column] = program.ops[law]
-            out["phase"][:, column], out["count"][:, column] = DIRECTIONS[direction], count
+        row = np.zeros((1, len(laws)), OP_TYPE)
+        row["name"], row["dtype"] = (np.array([program.ops[law][i] for law in laws]) for i in (0, 1))
+        row["phase"], row["count"] = np.array(DIRECTIONS)[directions], repeats[:, 0] + repeats[:, 1:] @ times
+        out = np.repeat(row, len(batch), axis=0)
         for index, name in enumerate(OP_FIELDS):
             out[name] = numbers[..., index].T
-        return out
+        return out[:, out["count"][0] != 0]
+
+    def _counts(self, program: Program) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Distinct operations: law, direction, and (operations, 1 + dims) how often each runs, and more a block."""
+        known = self._count_cache.get(id(program))
+        if known is None:
+            law_of = np.array(self._laws(program), np.int64)
+            keys, columns = [], []
+            for number, part in enumerate(program.stretches):
+                at = np.flatnonzero(part.kind == OP)
+                keys.append(law_of[part.ident[at]] * len(DIRECTIONS) + part.direction[at])
+                columns.append(np.full(len(at), 0 if number == 0 else 1 + int(program.dim[number])))
+            distinct, place = np.unique(np.concatenate(keys), return_inverse=True)
+            repeats = np.zeros((len(distinct), 1 + len(program.dims)))
+            np.add.at(repeats, (place.ravel(), np.concatenate(columns)), 1)
+            known = distinct // len(DIRECTIONS), distinct % len(DIRECTIONS), repeats
+            self._count_cache[id(program)] = known
+        return known
 
     def _laws(self, program: Program) -> list[int]:
         """For each operation the first one that is the same in all shapes."""

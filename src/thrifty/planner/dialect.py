@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from thrifty.planner._private import run_backward
+from thrifty.planner._private import device_constructors, run_backward
 from thrifty.planner.step import Attention
 
 aten = torch.ops.aten
@@ -56,12 +56,14 @@ class Dialect(TorchFunctionMode):
 
     Args:
         meta: Whether tensors are on `meta`, where PyTorch's autocast does nothing, so that its casts must be made here.
+            New tensors without a named device are made there.
     """
 
     def __init__(self, *, meta: bool = False) -> None:
         super().__init__()
         self.meta = meta
         self._casts: dict[int, torch.Tensor] = {}
+        self._constructors = device_constructors()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,6 +73,8 @@ class Dialect(TorchFunctionMode):
                 return run_backward(args[0], args[1] if len(args) > 1 else kwargs.get("gradient"))
         autocast = torch.is_autocast_enabled("cpu")
         name = getattr(func, "__name__", "")
+        if self.meta and func in self._constructors and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
         # Code under no_grad (rotary tables) switches autocast off by a way that does not reach `meta`.
         if self.meta and autocast and name in _LOWER_PRECISION and torch.is_grad_enabled():
             # Last argument first, as the compiled call evaluates them.

@@ -10,7 +10,8 @@ import numpy as np
 
 from thrifty.errors import InputError
 from thrifty.planner.compiled import Compiled
-from thrifty.planner.search import SHARDINGS, Evaluator, single_additions, structures_for
+from thrifty.planner.search import SHARDINGS, Evaluator, single_additions
+from thrifty.planner.structure import Structure
 
 if TYPE_CHECKING:
     from thrifty.planner.plan import Estimate, Search
@@ -87,7 +88,7 @@ def _remedies(search: Search, least: int, allow: Sequence[str]) -> list[str]:
             break
         added = next(method for method in recipe if method.name not in names)
         try:
-            table = evaluator.table([structures_for(workload, [recipe], device)[0].compile()], division)
+            table = evaluator.table([Structure(workload, recipe, device).compile()], division)
         except InputError:
             continue  # It cannot be used here, so it is no remedy.
         needed = float(table["allocated"].min()) + device.context_bytes

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import Any
 
 import numpy as np
 
@@ -19,12 +21,14 @@ from thrifty.planner.memory import OptimizerModel, ParameterGroup, StepModel
 from thrifty.planner.opcost import OP_FIELDS
 from thrifty.planner.program import FEATURES, Program, Stretch
 from thrifty.planner.step import Step
+from thrifty.planner.store import content_hash
 from thrifty.planner.trace import OP, Trace
 from thrifty.planner.tracer import StepTracer
 
 Point = tuple[int, int]
 _SINGLE_NUMBER = 16
-_READ = OP_FIELDS.index("read")
+_SCRATCH = " scratch"
+_READ, _WRITTEN = OP_FIELDS.index("read"), OP_FIELDS.index("written")
 _ROUNDING = {"cuda": 512, "cpu": 1}
 
 
@@ -53,7 +57,12 @@ class Tracers:
 
 
 def compile_step(
-    step: Step, *, seq: int = 1024, batches: Sequence[str] = ("many", "one"), tracers: Tracers | None = None
+    step: Step,
+    *,
+    seq: int = 1024,
+    batches: Sequence[str] = ("many", "one"),
+    tracers: Tracers | None = None,
+    meta: bool | None = None,
 ) -> StepModel:
     """Traces one structural class of steps and returns its cost function.
 
@@ -62,18 +71,19 @@ def compile_step(
         seq: A sequence length of the range that matters: graphs change at `step.seq_breaks`.
         batches: `many` for batches of two and more, `one` for a batch of one (PyTorch takes other paths there).
         tracers: Models of the same class, where they exist already.
+        meta: Whether traces on `meta` are known to be those of fake tensors; None to compare them first.
 
     Raises:
         TraceMismatch: The step's graph depends on the shape or the depth in a way that cannot be extrapolated.
     """
     tracers = tracers or Tracers(step)
     low, high = _regime(step, seq)
-    programs = {}
-    meta: bool | None = None
+    programs: dict[str, Program] = {}
+    single: dict[Point, Trace] = {}
     for name in batches:
         points = _points(step, low, high, many=name == "many")
         begin = points[:2]
-        first = tracers.get(meta=bool(meta)).forward_backward(*begin[0])
+        first = single.get(begin[0]) or tracers.get(meta=bool(meta)).forward_backward(*begin[0])
         if meta is None:
             # The first batch shape is traced both ways; where they agree, the rest takes the fast one.
             quick = _on_meta(tracers, begin[0], first)
@@ -81,15 +91,27 @@ def compile_step(
         small = tracers.get(meta=meta)
         traces = [first, *(small.forward_backward(*point) for point in begin[1:])]
         larger = {dim: tracers.get(dim, meta=meta).forward_backward(*begin[0]) for dim in tracers.growing}
-        programs[name] = build_program(
-            step, tracers.base, begin, traces, larger, more=small.forward_backward, spare=_spare_points(points)
-        )
+        spare = _spare_points(points)
+        if name == "many" and "one" in batches:
+            # Where a batch of one runs the same events, and their sizes follow the same laws, it needs no program.
+            alone = _points(step, low, high, many=False)[0]
+            single[alone] = small.forward_backward(*alone)
+            if _same_events(first, single[alone]):
+                fitted = _fit([*begin, alone], [*traces, single[alone]])
+                if fitted.exact:
+                    programs[name] = programs["one"] = build_program(step, tracers.base, fitted, first, larger)
+                    break
+        fitted = _fit_with_spares(begin, traces, spare, small.forward_backward)
+        programs[name] = build_program(step, tracers.base, fitted, first, larger)
+    for program in programs.values():
         # Found here, so that processes working in parallel share this work too.
-        _ = programs[name].rows, programs[name].accumulating_rows
-    groups = parameter_groups(
-        tracers.get(meta=bool(meta)), {dim: tracers.get(dim, meta=bool(meta)) for dim in tracers.growing}
-    )
-    return StepModel(programs, dict(step.layers), groups, seq_range=(low, high), fixed_seq=step.fixed_seq)
+        _ = program.rows, program.accumulating_rows
+    built = {dim: tracers.get(dim, meta=bool(meta)) for dim in ("", *tracers.growing)}
+    groups = parameter_groups(built[""], {dim: built[dim] for dim in tracers.growing})
+    signature = content_hash([[tracer.signature() for tracer in built.values()], dict(step.layers)])
+    model = StepModel(programs, dict(step.layers), groups, (low, high), step.fixed_seq, signature)
+    model.meta, model.units = bool(meta), {name: step.units.get(name, 1) for name in step.layers}
+    return model
 
 
 def compile_optimizer(step: Step, *, tracers: Tracers | None = None) -> OptimizerModel:
@@ -102,7 +124,8 @@ def compile_optimizer(step: Step, *, tracers: Tracers | None = None) -> Optimize
     tracers = tracers or Tracers(step)
     trace = tracers.get().optimizer_step(step)
     larger = {dim: tracers.get(dim).optimizer_step(step) for dim in tracers.growing}
-    return OptimizerModel(build_program(step, tracers.base, [(1, 1)], [trace], larger), dict(step.layers))
+    program = build_program(step, tracers.base, _fit([(1, 1)], [trace]), trace, larger)
+    return OptimizerModel(program, dict(step.layers))
 
 
 def compile_many(jobs: Sequence[Callable[[], StepModel]], processes: int = 2) -> list[StepModel]:
@@ -153,56 +176,103 @@ def _outline(trace: Trace) -> np.ndarray:
     return rows[trace.nbytes[ident] > _SINGLE_NUMBER]
 
 
-def _read_laws(points: Sequence[Point], traces: Sequence[Trace], operations: int) -> tuple[np.ndarray, bool]:
-    """(operations, features) laws of the bytes read: each input has a simple one, their sum has not."""
-    laws = fit_laws(points, np.stack([trace.op_reads for trace in traces], axis=1))
-    out = np.zeros((operations, len(FEATURES)))
-    np.add.at(out, traces[0].op_of_read, laws.coefficients)
+def _sum_laws(points: Sequence[Point], parts: Sequence[np.ndarray], owner: np.ndarray, count: int) -> tuple[Any, bool]:
+    """(operations, features) laws of bytes moved: each tensor has a simple one, their sum has not.
+
+    Args:
+        points: (batch, seq) of each trace.
+        parts: For each trace the bytes of each tensor.
+        owner: To which operation a tensor belongs.
+        count: Operations.
+    """
+    laws = fit_laws(points, np.stack(parts, axis=1))
+    out = np.zeros((count, len(FEATURES)))
+    np.add.at(out, owner, laws.coefficients)
     return out, bool(laws.exact.all())
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """The laws of one graph.
+
+    Attributes:
+        sizes: (allocations, features) of the bytes of each allocation.
+        numbers: (operations, len(OP_FIELDS), features) of the numbers of each operation.
+        exact: Whether every law holds at every point.
+    """
+
+    sizes: np.ndarray
+    numbers: np.ndarray
+    exact: bool
+
+
+def _fit(points: Sequence[Point], traces: Sequence[Trace]) -> Fitted:
+    """Fits traces that differ in shape only.
+
+    Raises:
+        TraceMismatch: They differ by more.
+    """
+    first = traces[0]
+    for trace, point in zip(traces, points, strict=True):
+        if not np.array_equal(trace.kind, first.kind) or not np.array_equal(trace.ident, first.ident):
+            raise TraceMismatch(f"the operations for batch and sequence {point} are not those for {points[0]}")
+    sizes = fit_laws(points, np.stack([trace.nbytes for trace in traces], axis=1))
+    operations = len(first.op_names)
+    read, plain_reads = _sum_laws(points, [trace.op_reads for trace in traces], first.op_of_read, operations)
+    written, plain_writes = _sum_laws(points, [trace.op_writes for trace in traces], first.op_of_write, operations)
+    kept = [index for index in range(len(OP_FIELDS)) if index not in (_READ, _WRITTEN)]
+    numbers = fit_laws(
+        points, np.stack([trace.op_numbers for trace in traces], axis=2)[:, kept].reshape(-1, len(points))
+    )
+    laws = np.empty((operations, len(OP_FIELDS), len(FEATURES)))
+    laws[:, kept] = numbers.coefficients.reshape(operations, len(kept), len(FEATURES))
+    laws[:, _READ], laws[:, _WRITTEN] = read, written
+    # What kernels take inside themselves is measured and follows no exact law.
+    measured = np.array([source.endswith(_SCRATCH) for source in first.source], bool)
+    exact = bool((sizes.exact | measured).all() and numbers.exact.all() and plain_reads and plain_writes)
+    return Fitted(sizes.coefficients, laws, exact)
+
+
+def _fit_with_spares(
+    points: Sequence[Point], traces: Sequence[Trace], spare: Sequence[Point], more: Callable[[int, int], Trace]
+) -> Fitted:
+    """Fits traces, and traces a spare point after the other until all laws are determined."""
+    points, traces, spare = list(points), list(traces), list(spare)
+    fitted = _fit(points, traces)
+    while not fitted.exact and spare:
+        points.append(spare.pop(0))
+        traces.append(more(*points[-1]))
+        fitted = _fit(points, traces)
+    return fitted
+
+
+def _same_events(left: Trace, right: Trace) -> bool:
+    """Whether two traces are of one graph: equal in all but sizes, none of which was measured in a kernel."""
+    arrays = ("kind", "ident", "direction", "category", "op_of_read", "op_of_write")
+    if not all(np.array_equal(getattr(left, name), getattr(right, name)) for name in arrays):
+        return False
+    lists = ("op_names", "op_dtypes", "source")
+    if any(getattr(left, name) != getattr(right, name) for name in lists):
+        return False
+    return not any(source.endswith(_SCRATCH) for source in left.source)
+
+
 def build_program(
-    step: Step,
-    base: Mapping[str, int],
-    points: Sequence[Point],
-    traces: Sequence[Trace],
-    larger: Mapping[str, Trace],
-    *,
-    more: Callable[[int, int], Trace] | None = None,
-    spare: Sequence[Point] = (),
+    step: Step, base: Mapping[str, int], fitted: Fitted, first: Trace, larger: Mapping[str, Trace]
 ) -> Program:
-    """Fits the traces of one graph.
+    """Makes the program of one graph.
 
     Args:
         step: The traced step.
         base: Its counts of blocks.
-        points: (batch, seq) of each trace.
-        traces: Traces that differ in shape only.
-        larger: For each count a trace with one block more, at the first point.
-        more: Traces a further point, where the given ones do not determine a law.
-        spare: Those further points.
+        fitted: The laws of its sizes.
+        first: A trace of it.
+        larger: For each count a trace with one block more, at the point of `first`.
     """
-    points, traces = list(points), list(traces)
-    spare = list(spare)
-    first = traces[0]
-    while True:
-        for trace, point in zip(traces, points, strict=True):
-            if not np.array_equal(trace.kind, first.kind) or not np.array_equal(trace.ident, first.ident):
-                raise TraceMismatch(f"the operations for batch and sequence {point} are not those for {points[0]}")
-        sizes = fit_laws(points, np.stack([trace.nbytes for trace in traces], axis=1))
-        kept = np.delete(np.stack([trace.op_numbers for trace in traces], axis=2), _READ, axis=1)
-        numbers = fit_laws(points, kept.reshape(-1, len(points)))
-        reads, plain = _read_laws(points, traces, len(first.op_names))
-        # What kernels take inside themselves is measured and follows no exact law.
-        measured = np.array([source.endswith(" scratch") for source in first.source], bool)
-        if ((sizes.exact | measured).all() and numbers.exact.all() and plain) or not spare or more is None:
-            break
-        points.append(spare.pop(0))
-        traces.append(more(*points[-1]))
     growths = {dim: growth(first, larger[dim], dim) if dim in larger else Growth() for dim in base}
     dims = list(base)
     grown = _grown(len(first.nbytes), dims, growths)
-    keys = np.concatenate([sizes.coefficients, grown, first.category[:, None]], axis=1)
+    keys = np.concatenate([fitted.sizes, grown, first.category[:, None]], axis=1)
     unique, class_of = np.unique(keys, axis=0, return_inverse=True)
     class_of = class_of.ravel()
     places = list(first.places)
@@ -231,9 +301,7 @@ def build_program(
         start=first.start,
         places=places,
         ops=list(zip(first.op_names, first.op_dtypes, strict=True)),
-        op_numbers=np.insert(
-            numbers.coefficients.reshape(operations, fields_ - 1, len(FEATURES)), _READ, reads, axis=1
-        ),
+        op_numbers=fitted.numbers,
         op_grown=op_grown,
         granularity=_ROUNDING[step.dialect],
     )
@@ -271,7 +339,7 @@ def _points(step: Step, low: int, high: int, *, many: bool) -> list[Point]:
             break
     # The third is only for sizes that two points leave open.
     lengths[2] = lengths[2] if lengths[2] <= limit else (lengths[0] + lengths[1]) // 2
-    return list(zip((3, 5, 7), lengths, strict=True)) if many else [(1, lengths[0]), (1, lengths[1])]
+    return list(zip((3, 5, 7), lengths, strict=True)) if many else [(1, lengths[2]), (1, lengths[0])]
 
 
 def _spare_points(points: list[Point]) -> list[Point]:
@@ -280,7 +348,9 @@ def _spare_points(points: list[Point]) -> list[Point]:
     if len(points) == 1 or s0 == s1:
         return []
     middle = (s0 + s1) // 2
-    return [(1, middle)] if b0 == 1 else [(b1, s1), (b1, s0), (b0, s1), (b1 + 4, middle)]
+    if b0 == 1:
+        return [(1, middle)]
+    return [(b1, s1), (b1, s0), (b0, s1), (b1 + 4, middle)]
 
 
 def _regime(step: Step, seq: int) -> tuple[int, int]:

@@ -77,17 +77,24 @@ class OptimizerModel:
         """Returns the operations of one optimizer step as an array of `OP_TYPE`."""
         return operations(self.program, 1, 1, self.program.insertions(layers or self.layers))
 
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Returns the model as arrays, for `numpy.savez`."""
+        return {"model": np.array(json.dumps({"layers": self.layers})), **self.program.to_arrays()}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> OptimizerModel:
+        """The reverse of `to_arrays`."""
+        return cls(Program.from_arrays(arrays), **json.loads(str(arrays["model"])))
+
     def save(self, path: str | Path) -> None:
         """Writes the model to one `.npz` file."""
-        header = np.array(json.dumps({"layers": self.layers}))
-        np.savez_compressed(path, model=header, **self.program.to_arrays())  # type: ignore[arg-type]
+        np.savez_compressed(path, **self.to_arrays())  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: str | Path) -> OptimizerModel:
         """Reads what `save` wrote."""
         with np.load(path, allow_pickle=False) as archive:
-            arrays = dict(archive)
-        return cls(Program.from_arrays(arrays), **json.loads(str(arrays["model"])))
+            return cls.from_arrays(dict(archive))
 
 
 Optimizer = OptimizerModel | ClosedForm
@@ -97,11 +104,12 @@ class StepModel:
     """Cost function of one structural class of training steps.
 
     Args:
-        programs: Compiled steps: `many` for batches of two and more, `one` for a batch of one.
+        programs: Compiled steps: `many` for batches of two and more, `one` for a batch of one; often the same object.
         layers: The numbers of blocks of the full model; every method takes others.
         parameters: The model's parameters.
         seq_range: Sequence lengths for which the graph was traced.
         fixed_seq: The only sequence length there is (images), or None.
+        signature: Equal for models whose parameters an optimizer cannot tell apart.
     """
 
     def __init__(
@@ -111,9 +119,14 @@ class StepModel:
         parameters: list[ParameterGroup],
         seq_range: tuple[int, int],
         fixed_seq: int | None = None,
+        signature: str = "",
     ) -> None:
         self.programs, self.layers, self.parameters = programs, layers, parameters
-        self.seq_range, self.fixed_seq = seq_range, fixed_seq
+        self.seq_range, self.fixed_seq, self.signature = seq_range, fixed_seq, signature
+        self.meta = False
+        """Whether the step was traced on `meta`."""
+        self.units: dict[str, int] = {}
+        """The period of each count of blocks."""
 
     # -- memory --
 
@@ -263,28 +276,47 @@ class StepModel:
 
     # -- on disk --
 
-    def save(self, path: str | Path) -> None:
-        """Writes the model to one `.npz` file."""
+    def stored_as(self) -> dict[str, str]:
+        """For each program the first name of it: what two names share is kept once."""
+        first = {id(program): name for name, program in reversed(self.programs.items())}
+        return {name: first[id(program)] for name, program in self.programs.items()}
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Returns the model as arrays, for `numpy.savez`."""
         header = {
-            "programs": list(self.programs),
+            "programs": self.stored_as(),
             "layers": self.layers,
             "parameters": [asdict(group) for group in self.parameters],
             "seq_range": self.seq_range,
             "fixed_seq": self.fixed_seq,
+            "signature": self.signature,
         }
-        arrays = {f"{name}/{key}": a for name, p in self.programs.items() for key, a in p.to_arrays().items()}
-        np.savez_compressed(path, model=np.array(json.dumps(header)), **arrays)  # type: ignore[arg-type]
+        kept = set(self.stored_as().values())
+        arrays = {f"{name}/{key}": a for name in kept for key, a in self.programs[name].to_arrays().items()}
+        return {"model": np.array(json.dumps(header)), **arrays}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> StepModel:
+        """The reverse of `to_arrays`."""
+        header = json.loads(str(arrays["model"]))
+        kept, programs = {}, {}
+        for name, stored in header["programs"].items():
+            if stored in kept:
+                programs[name] = kept[stored]
+                continue
+            prefix = stored + "/"
+            own = {key.removeprefix(prefix): a for key, a in arrays.items() if key.startswith(prefix)}
+            programs[name] = kept[stored] = Program.from_arrays(own)
+        groups = [ParameterGroup(**{**g, "shape": tuple(g["shape"])}) for g in header["parameters"]]
+        others = header["fixed_seq"], header["signature"]
+        return cls(programs, header["layers"], groups, tuple(header["seq_range"]), *others)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the model to one `.npz` file."""
+        np.savez_compressed(path, **self.to_arrays())  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: str | Path) -> StepModel:
         """Reads what `save` wrote."""
         with np.load(path, allow_pickle=False) as archive:
-            arrays = dict(archive)
-        header = json.loads(str(arrays["model"]))
-        programs = {}
-        for name in header["programs"]:
-            prefix = name + "/"
-            own = {key.removeprefix(prefix): a for key, a in arrays.items() if key.startswith(prefix)}
-            programs[name] = Program.from_arrays(own)
-        groups = [ParameterGroup(**{**g, "shape": tuple(g["shape"])}) for g in header["parameters"]]
-        return cls(programs, header["layers"], groups, tuple(header["seq_range"]), header["fixed_seq"])
+            return cls.from_arrays(dict(archive))

@@ -11,7 +11,7 @@ import torch
 from thrifty.planner._private import flop_registry
 
 OP_FIELDS = ("flops", "read", "written", "b", "m", "n", "k")
-Record = tuple[str, str, tuple[float, ...], tuple[float, ...]]
+Record = tuple[str, str, tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 # Operations that only make a tensor's description, or memory that nobody writes yet.
 _FREE_OPS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias",
@@ -27,19 +27,14 @@ class OpCoster:
         self._known: dict[Any, tuple[str, str, bool, Callable[..., int] | None]] = {}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Record | None:
-        """Returns (name, dtype, numbers in the order of `OP_FIELDS`, bytes read of each input)."""
-        known = self._known.get(func)
-        if known is None:
-            name = str(func).rsplit(".", 1)[0]
-            short = name.split(".", 1)[1]
-            free = short in _FREE_OPS or bool(getattr(func, "is_view", False)) or name.startswith("prim")
-            known = self._known[func] = (name, short, free, _flop_formula(func, short))
-        name, short, free, formula = known
+        """Returns (name, dtype, numbers in the order of `OP_FIELDS`, bytes of each input, bytes of each output)."""
+        name, short, free, formula = self._facts(func)
         if free:
             return None
         outputs = list(_tensors(out))
         inputs = list(_tensors(args)) + list(_tensors(tuple(kwargs.values())))
-        written = float(sum(map(_touched, outputs)))
+        writes = tuple(map(float, map(_touched, outputs)))
+        written = sum(writes)
         if short in _LOOKUPS:
             reads = (written, *map(float, map(_touched, inputs[1:])))
         else:
@@ -50,7 +45,20 @@ class OpCoster:
             sizes = (0.0, 0.0, 0.0, float(args[1]))
         first = next((t for t in inputs if t.is_floating_point()), inputs[0] if inputs else (outputs or [None])[0])
         dtype = str(first.dtype).removeprefix("torch.") if first is not None else "none"
-        return name, dtype, (flops, sum(reads), written, *sizes), reads
+        return name, dtype, (flops, sum(reads), written, *sizes), reads, writes
+
+    def is_free(self, func: Any) -> bool:
+        """Whether an operation costs nothing, whatever its arguments."""
+        return self._facts(func)[2]
+
+    def _facts(self, func: Any) -> tuple[str, str, bool, Callable[..., int] | None]:
+        known = self._known.get(func)
+        if known is None:
+            name = str(func).rsplit(".", 1)[0]
+            short = name.split(".", 1)[1]
+            free = short in _FREE_OPS or bool(getattr(func, "is_view", False)) or name.startswith("prim")
+            known = self._known[func] = (name, short, free, _flop_formula(func, short))
+        return known
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

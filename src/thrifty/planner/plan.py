@@ -12,17 +12,11 @@ import numpy as np
 
 from thrifty.errors import InputError, did_you_mean
 from thrifty.hardware.devices import Device, get_device
+from thrifty.planner import search as search_space
+from thrifty.planner.classes import compile_all, distinct
 from thrifty.planner.compiled import Compiled
-from thrifty.planner.search import (
-    MOST_CLASSES,
-    SHARDINGS,
-    Evaluator,
-    alternatives,
-    factorisations,
-    pareto,
-    structures_for,
-)
-from thrifty.planner.structure import Structure, compile_all
+from thrifty.planner.search import SHARDINGS, Evaluator, alternatives, factorisations, pareto
+from thrifty.planner.structure import Structure
 from thrifty.planner.time import short_name
 from thrifty.planner.trace import CATEGORIES
 from thrifty.planner.workload import Workload, make_workload, parse_bytes, workload_from_run
@@ -84,6 +78,10 @@ class Estimate:
     """Measured over predicted bytes of verified runs, already applied."""
     seconds_residual: float = 1.0
     """Measured over predicted seconds of verified runs, already applied."""
+    total_steps: int | None = None
+    """Of the whole run, where it is known how long that is."""
+    total_hours: float | None = None
+    """What they take."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`."""
@@ -344,10 +342,10 @@ def plan(
     profile = as_device(device, memory)
     workload = as_workload(model, options).settled(profile)
     divisions = factorisations(global_batch, devices)
-    recipes = alternatives(workload, allow, profile.kind)
-    structures = structures_for(workload, recipes, profile)
+    most = search_space.MOST_CLASSES
+    structures, complete = distinct(workload, alternatives(workload, allow, profile.kind), profile, most)
     compiled = compile_all(structures, processes)
-    rejected = _rejected(recipes, compiled)
+    rejected = _rejected([structure.recipe for structure in structures], compiled)
     if isinstance(compiled[0], InputError):
         raise compiled[0]
     evaluator = Evaluator(workload, profile, devices)
@@ -365,9 +363,9 @@ def plan(
         result.compiled = one
     result.search = search
     result.explanation = explain(search, chosen_row, chosen, allow)
-    if len(recipes) == MOST_CLASSES:
+    if not complete:
         result.explanation.append(
-            f"Only the {MOST_CLASSES} combinations of methods with the fewest additions were tried; name what you "
+            f"Only the {len(structures)} combinations of methods with the fewest additions were tried; name what you "
             "would have in --methods to search around it."
         )
     result.seconds = time.perf_counter() - begun

@@ -40,8 +40,8 @@ _DDP_BUCKET_BYTES = 25 * 2**20
 # Elements in the bucket in which DeepSpeed reduces gradients by default.
 _REDUCE_BUCKET = 500_000_000
 
-MOST_CLASSES = 96
-"""Structural classes of one search: what 96 dry runs take is about what somebody waits for."""
+MOST_CLASSES = 64
+"""Dry runs of a micro-batch in one search: what 64 take is about what somebody waits for."""
 
 TABLE = np.dtype(
     [
@@ -124,7 +124,7 @@ def factorisations(global_batch: int, devices: int) -> list[tuple[int, int]]:
     return [(micro, share // micro) for micro in range(1, share + 1) if share % micro == 0]
 
 
-def alternatives(workload: Workload, allow: Sequence[str], device: str = "cuda") -> list[Recipe]:
+def alternatives(workload: Workload, allow: Sequence[str], device: str = "cuda") -> Iterator[Recipe]:
     """The recipes to try: the user's own, and with combinations of declared choices, those with few additions first.
 
     Choices that leave the mathematics unchanged are free; the others need to be allowed, by name or by section.
@@ -139,8 +139,7 @@ def alternatives(workload: Workload, allow: Sequence[str], device: str = "cuda")
     """
     from thrifty.recipe import Recipe
 
-    found = _combinations(Recipe.parse(workload.methods), _choices(workload, allow, device))
-    return list(itertools.islice(found, MOST_CLASSES))
+    return _combinations(Recipe.parse(workload.methods), _choices(workload, allow, device))
 
 
 def single_additions(workload: Workload, device: str = "cuda") -> list[Recipe]:
@@ -222,6 +221,9 @@ class Evaluator:
         self.workload, self.device, self.devices = workload, device, devices
         self._residuals = Residuals(device.id)
         self._workload_key = workload_key(workload)
+        self._times: dict[Any, tuple[Any, Any]] = {}
+        self._bodies: dict[Any, tuple[Any, tuple[np.ndarray, np.ndarray]]] = {}
+        self._updates: dict[int, tuple[Any, float]] = {}
 
     @cached_property
     def sample_bytes(self) -> int:
@@ -256,6 +258,8 @@ class Evaluator:
             if not isinstance(one, Compiled):
                 continue
             some = [(m, a) for m, a in divisions if one.accumulation in (None, a)]
+            if not some and index:
+                continue  # Only the user's own methods may rule the batch out.
             if not some:
                 batch = self.devices * divisions[0][0] * divisions[0][1]
                 raise InputError(
@@ -270,15 +274,19 @@ class Evaluator:
         shardings = self.shardings()
         memory, slower = self.residuals(compiled)
         for one in (True, False):
+            some = [(m, a) for m, a in divisions if (m == 1) == one]
+            if not some:
+                continue
+            all_micro, all_accumulation = (np.array(column) for column in zip(*some, strict=True))
+            all_times = self.times(compiled, all_micro)
             for later in (True, False):
-                some = [(m, a) for m, a in divisions if (m == 1) == one and (a > 1) == later]
-                if not some:
+                at = np.flatnonzero((all_accumulation > 1) == later)
+                if not len(at):
                     continue
-                micro, accumulation = (np.array(column) for column in zip(*some, strict=True))
-                moments = compiled.moments(micro, self.workload.seq_len, later=later)
-                times = self.times(compiled, micro)
+                micro, accumulation, times = all_micro[at], all_accumulation[at], all_times.at(at)
+                moments = self._moments(compiled, micro, later)
                 for sharding in shardings:
-                    rows = np.zeros(len(some), TABLE)
+                    rows = np.zeros(len(at), TABLE)
                     rows["structure"], rows["sharding"] = index, SHARDINGS.index(sharding)
                     rows["micro_batch"], rows["accumulation"] = micro, accumulation
                     scales = self.scales(compiled, sharding)
@@ -294,7 +302,24 @@ class Evaluator:
         return sharding_scales(sharding, self.devices, compiled.bytes, itemsize)
 
     def times(self, compiled: Compiled, micro: np.ndarray) -> Any:
-        """`StepTime` of one micro-batch for each size: the mean over the run where it changes."""
+        """`StepTime` of one micro-batch for each size: the mean over the run where it changes.
+
+        Classes that differ in the optimizer only share it.
+        """
+        key = (id(compiled.step), compiled.precision, compiled.fused, repr(compiled.phases), tuple(micro.tolist()))
+        if key not in self._times:
+            # The step is kept, so that no other one takes its identity.
+            self._times[key] = compiled.step, self._timed(compiled, micro)
+        return self._times[key][1]
+
+    def _moments(self, compiled: Compiled, micro: np.ndarray, later: bool) -> np.ndarray:
+        """As `Compiled.moments`, with the share of the pass taken from classes that differ in the optimizer only."""
+        key = (id(compiled.step), later, tuple(micro.tolist()))
+        if key not in self._bodies:
+            self._bodies[key] = compiled.step, compiled.pass_moments(micro, self.workload.seq_len, later=later)
+        return compiled.with_update(*self._bodies[key][1])
+
+    def _timed(self, compiled: Compiled, micro: np.ndarray) -> Any:
         model = TimeModel(self.device, tf32=compiled.precision == "tf32", causal=self.workload.causal)
         seq, parts = self.workload.seq_len, []
         for phase in compiled.phases or (Phase(steps=1, description="all"),):
@@ -326,7 +351,10 @@ class Evaluator:
     def _update_seconds(self, compiled: Compiled) -> float:
         ops = compiled.update_ops
         if ops is not None and len(ops):
-            return float(TimeModel(self.device).step(ops).seconds[0])
+            key = id(compiled.optimizer)
+            if key not in self._updates:
+                self._updates[key] = compiled.optimizer, float(TimeModel(self.device).step(ops).seconds[0])
+            return self._updates[key][1]
         if isinstance(compiled.optimizer, ClosedForm):
             states = compiled.bytes
             # Reads weights, gradients and states, and writes weights and states.
@@ -341,8 +369,3 @@ def pareto(memory: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     best = np.minimum.accumulate(seconds[order])
     first = np.append(True, best[1:] < best[:-1])
     return order[first]
-
-
-def structures_for(workload: Workload, recipes: Sequence[Recipe], device: Device) -> list[Structure]:
-    """One class for each recipe."""
-    return [Structure(workload, recipe, device) for recipe in recipes]

@@ -6,29 +6,32 @@ states are divided do not. A class is compiled once and kept on disk by the hash
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import copy
 import dataclasses
-import functools
-import hashlib
-import itertools
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from thrifty.errors import InputError, NotApplicable
 from thrifty.method import overrides
 from thrifty.planner.compiled import CLOSED_FORMS, Compiled, measured_form
-from thrifty.planner.program import Rows
+from thrifty.planner.periods import block_signature, common_units, crossed, period
+from thrifty.planner.program import features
+from thrifty.planner.store import (
+    CACHE_FORMAT,
+    cache_folder,
+    content_hash,
+    load_facts,
+    load_step,
+    load_update,
+    own_version,
+    save_step,
+    save_update,
+)
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -40,7 +43,6 @@ if TYPE_CHECKING:
     from thrifty.planner.workload import Workload
     from thrifty.recipe import Recipe
 
-CACHE_FORMAT = 1
 _PROBE_BLOCKS = 8
 
 
@@ -56,29 +58,72 @@ class Structure:
     def __init__(self, workload: Workload, recipe: Recipe, device: Device) -> None:
         self.workload, self.recipe, self.device = workload, recipe, device
         self._models: list[nn.Module] = []
+        self.parts: list[Structure] = []
+        """Classes that each have one of this one's additions: what holds for each of them holds for all together."""
 
     @cached_property
     def key(self) -> str:
         """Hash of everything that decides the graph of a micro-batch. The optimizer does not."""
         arguments = {k: v for k, v in self.arguments.items() if k in _PASS_ARGUMENTS}
         inside = [entry for entry, m in zip(self.recipe.to_config(), self.recipe, strict=True) if _changes_pass(m)]
-        return _hash([*self._common, self.workload.padded, self.workload.attn_implementation, self._attention,
-                      self._seq_regime, inside, arguments])  # fmt: skip
+        return content_hash([*self._common, self.workload.padded, self.workload.attn_implementation, self._attention,
+                             self._seq_regime, inside, arguments])  # fmt: skip
 
     @cached_property
-    def update_key(self) -> str:
-        """Hash of everything that decides the graph of an update."""
-        arguments = {k: v for k, v in self.arguments.items() if k not in _PASS_ARGUMENTS}
-        return _hash([*self._common, self.recipe.to_config(), arguments])
+    def optimizer_key(self) -> str:
+        """Hash of everything but the parameters that decides the graph of an update."""
+        config = zip(self.recipe.to_config(), self.recipe, strict=True)
+        owner = self.recipe.owner("optimizer")
+        inside = [entry for entry, m in config if m is owner or any(overrides(m, hook) for hook in _UPDATE_HOOKS)]
+        arguments = {k: v for k, v in self.arguments.items() if k not in _PASS_ARGUMENTS and k != _KWARGS}
+        written = content_hash([*self._common, inside, arguments])
+        if written not in _OPTIMIZERS:
+            _OPTIMIZERS[written] = self._plain_optimizer(owner, len(inside), arguments) or written
+        return _OPTIMIZERS[written]
+
+    def _plain_optimizer(self, owner: Method | None, methods: int, arguments: Mapping[str, Any]) -> str | None:
+        """What an optimizer of torch is whoever builds it, so that two ways to the same one are known to be the same.
+
+        None where other methods have a say, or it is not one of torch's.
+        """
+        import torch
+
+        others = methods - (owner is not None)
+        if others or (owner is not None and (overrides(owner, "phases") or overrides(owner, "held_bytes"))):
+            return None
+        optim = str(getattr(arguments["optim"], "value", arguments["optim"]))
+        if owner is None and optim in CLOSED_FORMS:
+            return None
+        try:
+            built = self.build_optimizer([torch.nn.Parameter(torch.zeros(2, 2))])
+        except (InputError, RuntimeError, ValueError, AttributeError, ImportError):
+            return None  # It needs the model, or cannot be had here: the dry run will say so.
+        if not type(built).__module__.startswith("torch.optim") or "step" in vars(built):
+            return None
+        clipped = bool(arguments.get("max_grad_norm"))
+        decayed = bool(arguments.get("weight_decay"))
+        defaults = sorted((name, repr(value)) for name, value in built.defaults.items())
+        return content_hash([*self._common, type(built).__qualname__, defaults, clipped, decayed])
+
+    @cached_property
+    def identity(self) -> str:
+        """Equal for classes that cost the same."""
+        config = zip(self.recipe.to_config(), self.recipe, strict=True)
+        rest = [entry for entry, m in config if not _changes_pass(m) and m is not self.recipe.owner("optimizer")]
+        arguments = {k: v for k, v in self.arguments.items() if k in ("tf32", "torch_compile", _ACCUMULATION)}
+        return content_hash([self.key, self.optimizer_key, self.precision, rest, arguments])
+
+    def update_key(self, step: StepModel) -> str:
+        """Hash of everything that decides the graph of an update of the parameters of a compiled pass."""
+        return content_hash([self.optimizer_key, step.signature])
 
     @cached_property
     def _common(self) -> list[Any]:
         import torch
         import transformers
 
-        workload = self.workload
-        versions = [CACHE_FORMAT, torch.__version__, transformers.__version__, _own_version()]
-        return [*versions, workload.config.to_dict(), workload.task, workload.dtype, self._dialect]
+        versions = [CACHE_FORMAT, torch.__version__, transformers.__version__, own_version()]
+        return [*versions, self.workload.fingerprint, self._dialect]
 
     @property
     def _dialect(self) -> str:
@@ -103,23 +148,41 @@ class Structure:
             NotApplicable: A method cannot work on this model.
             InputError: The class cannot be dry-run.
         """
-        self.check_device()
-        step, update = self._compile_pass(), self._compile_update()
+        step = self.compile_pass()
+        update = self.compile_update(step)
         trainable = step.parameter_count(trainable=True)
         groups = [(group, count) for group, count in step.parameter_counts() if group.trainable]
         itemsize = sum(group.nbytes * count for group, count in groups) / max(1, trainable)
         held = sum(method.held_bytes(trainable, itemsize, self.device.kind) for method in self.recipe)
         return Compiled(
-            step, update, self.precision, bool(self.arguments["torch_compile"]), self.key, held,
-            accumulation=self.arguments.get("gradient_accumulation_steps"), phases=self._phases(),
+            step, update, self._precision_of(step), bool(self.arguments["torch_compile"]), self.key, held,
+            accumulation=self._accumulation, phases=self._phases(),
         )  # fmt: skip
+
+    def _precision_of(self, step: StepModel) -> str:
+        """Of matrix products as they run: methods may hold the weights in another type than the workload's."""
+        if self.precision in ("bf16", "fp16"):
+            return self.precision
+        program = next(iter(step.programs.values()))
+        flops: dict[str, float] = {}
+        for (_, dtype), numbers in zip(program.ops, program.op_numbers @ features(2, 128), strict=True):
+            flops[dtype] = flops.get(dtype, 0.0) + float(numbers[0])
+        most = max(flops, key=lambda dtype: flops[dtype], default="")
+        return {"bfloat16": "bf16", "float16": "fp16"}.get(most, self.precision)
+
+    @property
+    def _accumulation(self) -> int | None:
+        """Micro-batches a step where the methods leave no choice."""
+        asked = self.arguments.get(_ACCUMULATION)
+        alone = any("gradient-accumulation" in method.spec.conflicts_with for method in self.recipe)
+        return 1 if asked is None and alone else asked
 
     def _phases(self) -> tuple[Phase, ...]:
         """The stretches of the run in which a step is cheaper; those of several methods apply one after another."""
         total = self.context().total_steps
         found: list[Phase] = []
         for method in self.recipe.using("phases"):
-            found = _crossed(found, method.phases(self.workload.config, total) or [])
+            found = crossed(found, method.phases(self.workload.config, total) or [])
         return tuple(found)
 
     @property
@@ -128,62 +191,77 @@ class Structure:
         return ", ".join(m.name for m in self.recipe) or "no methods"
 
     def is_stored(self) -> bool:
-        """Whether the dry run of the micro-batch lies on disk."""
-        return (_cache_folder() / f"{self.key}.step.npz").exists()
+        """Whether the dry run of the micro-batch is at hand."""
+        return self.key in _PASSES or self._pass_path.exists()
 
-    def _compile_pass(self) -> StepModel:
+    def update_is_stored(self, step: StepModel) -> bool:
+        """Whether the dry run of the update is at hand, or none is needed."""
+        key = self.update_key(step)
+        return self._closed_form is not None or key in _UPDATES or self._update_path(key).exists()
+
+    @property
+    def _pass_path(self) -> Path:
+        return cache_folder() / f"{self.key}.step"
+
+    def _update_path(self, key: str) -> Path:
+        return cache_folder() / f"{key}.update"
+
+    def compile_pass(self) -> StepModel:
+        """Dry-runs a micro-batch, or reads an earlier dry run. Raises as `compile`."""
         from thrifty.planner.events import TraceMismatch
         from thrifty.planner.fit import compile_step
-        from thrifty.planner.memory import StepModel
 
+        self.check_device()
         if self.key in _PASSES:
             return _PASSES[self.key]
-        folder = _cache_folder()
-        path, rows = folder / f"{self.key}.step.npz", folder / f"{self.key}.rows.npz"
-        if path.exists():
-            model = StepModel.load(path)
-            _load_rows(model, rows)
+        if self._pass_path.exists():
+            model = load_step(self._pass_path)
         else:
-            step = self.step()
+            facts = [load_facts(part._pass_path) for part in self.parts]
+            known = [fact for fact in facts if fact is not None] if facts and None not in facts else []
+            step = self.step(known)
+            meta = True if known and all(fact["meta"] for fact in known) else None
             try:
                 try:
+                    model = compile_step(step, seq=self.workload.seq_len, meta=meta)
+                except (TraceMismatch, RuntimeError, TypeError, ValueError):
+                    # Blocks that share weights: only a middle one adds to a gradient that others will add to. And
+                    # what runs alone on `meta` may not run there together.
+                    step = dataclasses.replace(self.step(), least_blocks=3)
                     model = compile_step(step, seq=self.workload.seq_len)
-                except TraceMismatch:
-                    # Blocks that share weights: only a middle one adds to a gradient that others will add to.
-                    model = compile_step(dataclasses.replace(step, least_blocks=3), seq=self.workload.seq_len)
             except TraceMismatch as error:
                 raise InputError(
                     f"cannot be dry-run with {self.names}: {error}", key="model", value=self.workload.name
                 ) from error
-            folder.mkdir(parents=True, exist_ok=True)
-            # The step's file is written last, so that it vouches for the rows.
-            _save_rows(model, rows)
-            _write(model.save, path)
-        while len(_PASSES) >= _MOST_PASSES:
-            del _PASSES[next(iter(_PASSES))]
-        _PASSES[self.key] = model
-        return model
+            save_step(model, self._pass_path)
+        return _remember(_PASSES, self.key, model)
 
-    def _compile_update(self) -> OptimizerModel | ClosedForm:
-        from thrifty.planner.fit import compile_optimizer
-        from thrifty.planner.memory import OptimizerModel
-
+    @property
+    def _closed_form(self) -> ClosedForm | None:
         optim = str(getattr(self.arguments["optim"], "value", self.arguments["optim"]))
-        if self.recipe.owner("optimizer") is None and optim in CLOSED_FORMS:
-            return CLOSED_FORMS[optim]
-        path = _cache_folder() / f"{self.update_key}.update.npz"
+        return CLOSED_FORMS.get(optim) if self.recipe.owner("optimizer") is None else None
+
+    def compile_update(self, step: StepModel) -> OptimizerModel | ClosedForm:
+        """Dry-runs the update after a compiled pass, or reads an earlier dry run. Raises as `compile`."""
+        from thrifty.planner.fit import compile_optimizer
+
+        if self._closed_form is not None:
+            return self._closed_form
+        key = self.update_key(step)
+        if key in _UPDATES:
+            return _UPDATES[key]
+        path = self._update_path(key)
         if path.exists():
-            return OptimizerModel.load(path)
+            return _remember(_UPDATES, key, load_update(path))
         try:
             model = compile_optimizer(self.step())
         except RuntimeError as error:
             # Reading a value of a fake tensor; the exception's class is private to torch.
             if type(error).__name__ != "DataDependentOutputException":
                 raise
-            return measured_form(self.build_optimizer)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(model.save, path)
-        return model
+            return _remember(_UPDATES, key, measured_form(self.build_optimizer))
+        save_update(model, path)
+        return _remember(_UPDATES, key, model)
 
     def check_device(self) -> None:
         """Refuses a precision that the device has no units for.
@@ -239,8 +317,12 @@ class Structure:
             device_kind=self.device.kind, model_config=self.workload.config,
         )  # fmt: skip
 
-    def step(self) -> Step:
-        """The training step as the tracer runs it."""
+    def step(self, known: Sequence[Mapping[str, Any]] = ()) -> Step:
+        """The training step as the tracer runs it.
+
+        Args:
+            known: What was found out about the parts of this class.
+        """
         import torch
 
         from thrifty.planner.step import hf_step
@@ -255,7 +337,8 @@ class Structure:
             build_optimizer=self.build_optimizer, autocast=autocast, fp32_outputs=autocast is not None,
             dialect=self._dialect, attention=self._attention, clip_grad_norm=clip if clip and clip > 0 else None,
         )  # fmt: skip
-        return dataclasses.replace(step, units=self._units(step), warm_up=any(m.warms_up for m in self.recipe))
+        units = common_units(step, known) if known else self._units(step)
+        return dataclasses.replace(step, units=units, warm_up=any(m.warms_up for m in self.recipe))
 
     def _transform(self, model: nn.Module) -> nn.Module:
         """What training does to the model before the optimizer exists."""
@@ -280,18 +363,19 @@ class Structure:
         self._models = [*self._models[-7:], model]
         return model
 
-    def _loss(self) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
+    def model_loss(self, model: nn.Module, inputs: Any) -> Any:
+        """The loss before the methods have their say."""
         from thrifty.planner.step import outputs_loss
 
-        wrappers = self.recipe.using("wrap_loss")
-        if not wrappers:
-            return outputs_loss
+        return outputs_loss(model, inputs)
+
+    def _loss(self) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
         ctx = self.context()
 
         def chain(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            return outputs_loss(model, inputs)
+            return self.model_loss(model, inputs)
 
-        for method in reversed(wrappers):
+        for method in reversed(self.recipe.using("wrap_loss")):
             chain = method.wrap_loss(chain, ctx)
         return chain
 
@@ -352,41 +436,8 @@ class Structure:
             return dict(step.layers)  # what is done to a block depends on all of them: the full depth is traced
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and len(module) > 1:
-                longest = max(longest, _period([_signature(block) for block in module]))
+                longest = max(longest, period([block_signature(block) for block in module]))
         return {name: max(unit, longest) for name, unit in {n: step.units.get(n, 1) for n in step.layers}.items()}
-
-
-def compile_all(structures: Sequence[Structure], processes: int = 2) -> list[Compiled | InputError]:
-    """Compiles several classes, on several cores where many are new; what cannot work is returned as its error.
-
-    A fault in the dry run of the first class, the user's own, is raised; that of another one only rules it out.
-    """
-    from thrifty.planner.fit import compile_many
-
-    missing = list({s.key: s for s in structures if not s.is_stored()}.values())
-
-    def fill(structure: Structure) -> Callable[[], Any]:
-        def run() -> None:
-            # What fails here fails again, and is answered, when the class is compiled in this process.
-            with contextlib.suppress(Exception):
-                structure.compile()
-
-        return run
-
-    if len(missing) > 2 and processes > 1:
-        compile_many([fill(structure) for structure in missing], processes)
-    found: list[Compiled | InputError] = []
-    for index, structure in enumerate(structures):
-        try:
-            found.append(structure.compile())
-        except InputError as error:
-            found.append(error)
-        except Exception as error:
-            if index == 0:
-                raise
-            text = f"the dry run of {structure.names} failed: {type(error).__name__}: {error}"
-            found.append(InputError(text, key="methods"))
-    return found
 
 
 _GRAPH_ARGUMENTS = (
@@ -404,10 +455,28 @@ _PASS_ARGUMENTS = (
     "label_smoothing_factor",
 )
 _PASS_HOOKS = ("prepare_model", "wrap_loss", "wrap_training_step", "on_train_begin")
+_UPDATE_HOOKS = ("build_optimizer", "adjust_groups", "adjust_optimizer", "no_decay")
+_KWARGS, _ACCUMULATION = "checkpointing_kwargs", "gradient_accumulation_steps"
 _PASSES: dict[str, StepModel] = {}
 """Compiled passes of this process, shared by classes that differ in the optimizer only."""
-_MOST_PASSES = 256
+_UPDATES: dict[str, OptimizerModel | ClosedForm] = {}
+"""Compiled updates of this process, shared by classes with the same parameters."""
+_OPTIMIZERS: dict[str, str] = {}
+_MOST_KEPT = 256
 _PLAIN: dict[type, Any] = {}
+
+
+def forget_compiled() -> None:
+    """Forgets the dry runs that this process holds; those on disk stay."""
+    _PASSES.clear()
+    _UPDATES.clear()
+
+
+def _remember(known: dict[str, Any], key: str, value: Any) -> Any:
+    while len(known) >= _MOST_KEPT:
+        del known[next(iter(known))]
+    known[key] = value
+    return value
 
 
 def _plain_arguments(cls: type) -> Any:
@@ -416,85 +485,6 @@ def _plain_arguments(cls: type) -> Any:
     return _PLAIN[cls]
 
 
-def _signature(block: nn.Module) -> tuple[Any, ...]:
-    shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in block.named_parameters())
-    kinds = tuple(type(m).__name__ for m in block.modules())
-    return kinds, shapes, getattr(block, "gradient_checkpointing", None), getattr(block, "checkpoint_position", None)
-
-
-def _period(values: list[Any]) -> int:
-    for unit in range(1, len(values)):
-        if all(values[i] == values[i - unit] for i in range(unit, len(values))):
-            return unit
-    return max(1, len(values))
-
-
 def _changes_pass(method: Method) -> bool:
     """Whether a method can change what a micro-batch runs, other than through training arguments."""
     return any(overrides(method, hook) for hook in _PASS_HOOKS)
-
-
-def _crossed(first: Sequence[Phase], second: Sequence[Phase]) -> list[Phase]:
-    """Two divisions of the same run as one: shares are multiplied."""
-    from thrifty.method import Phase
-
-    if not first or not second:
-        return list(first or second)
-    ends = [list(itertools.accumulate(p.steps for p in phases)) for phases in (first, second)]
-    bounds = sorted({0, *ends[0], *ends[1]})
-    merged = []
-    for start, stop in itertools.pairwise(bounds):
-        a, b = (
-            phases[min(bisect.bisect_right(end, start), len(phases) - 1)]
-            for phases, end in zip((first, second), ends, strict=True)
-        )
-        shares = {key: getattr(a, key) * getattr(b, key) for key in ("depth", "length", "batch")}
-        merged.append(Phase(steps=stop - start, description=f"{a.description}, {b.description}", **shares))
-    return merged
-
-
-def _hash(content: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-
-
-@functools.cache
-def _own_version() -> list[Any]:
-    """Of this package: the version, and the sizes and times of its sources, so that a changed method is run anew."""
-    import thrifty
-
-    folder = Path(thrifty.__file__).parent
-    states = [path.stat() for path in sorted(folder.rglob("*.py"))]
-    return [thrifty.__version__, len(states), sum(s.st_size for s in states), max(s.st_mtime_ns for s in states)]
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("THRIFTY_CACHE") or Path.home() / ".cache" / "thrifty"
-    return Path(root) / "planner"
-
-
-def _write(save: Callable[[Path], Any], path: Path) -> None:
-    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp.npz")
-    save(temporary)
-    os.replace(temporary, path)
-
-
-_ROW_SETS = ("rows", "accumulating_rows")
-
-
-def _save_rows(model: StepModel, path: Path) -> None:
-    """Keeps the pruned moments beside the programs: finding them takes longer than reading them."""
-    arrays = {
-        f"{name}/{which}/{part.name}": getattr(getattr(program, which), part.name)
-        for name, program in model.programs.items()
-        for which in _ROW_SETS
-        for part in fields(Rows)
-    }
-    _write(lambda file: np.savez(file, **arrays), path)  # type: ignore[arg-type]
-
-
-def _load_rows(model: StepModel, path: Path) -> None:
-    with np.load(path, allow_pickle=False) as archive:
-        for name, program in model.programs.items():
-            for which in _ROW_SETS:
-                # Fills the cached property.
-                program.__dict__[which] = Rows(**{p.name: archive[f"{name}/{which}/{p.name}"] for p in fields(Rows)})

@@ -68,6 +68,10 @@ class StepTime:
         """Whether the host is the slower one."""
         return self.issue_seconds > self.kernel_seconds
 
+    def at(self, rows: np.ndarray) -> StepTime:
+        """Those of some of the batch sizes."""
+        return StepTime(*(getattr(self, f.name)[rows] for f in fields(self)))
+
     def scaled(self, factor: float) -> StepTime:
         """All of it `factor` times."""
         return StepTime(*(getattr(self, f.name) * factor for f in fields(self)))

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from thrifty.planner._private import TorchDispatchMode, storage_key, tree_leaves
-from thrifty.planner.dialect import dispatch
-from thrifty.planner.opcost import OP_FIELDS, OpCoster, Record
+from thrifty.planner._private import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
+from thrifty.planner.memo import Memo
+from thrifty.planner.opcost import OP_FIELDS, Record
 from thrifty.planner.scratch import scratch_bytes
 
 ALLOC, FREE, OP, ACCUMULATED = 0, 1, 2, 3
@@ -43,6 +43,8 @@ class Trace:
         op_numbers: (operations, len(OP_FIELDS)) floating-point operations, bytes and matrix sizes.
         op_reads: (reads,) bytes read of each input of each operation.
         op_of_read: (reads,) to which operation an input belongs.
+        op_writes: (writes,) bytes written of each output of each operation.
+        op_of_write: (writes,) to which operation an output belongs.
         start: Index of the first event of the step; the events before it are what lives when it starts.
         parameters: Shape, data type, whether trainable, of each parameter in order.
     """
@@ -60,8 +62,13 @@ class Trace:
     op_numbers: np.ndarray
     op_reads: np.ndarray
     op_of_read: np.ndarray
+    op_writes: np.ndarray
+    op_of_write: np.ndarray
     start: int
     parameters: list[tuple[tuple[int, ...], str, bool]]
+
+
+_MEMO = Memo()
 
 
 @dataclass
@@ -79,12 +86,13 @@ class Recorder(TorchDispatchMode):
         cuda: Whether to give outputs the types that CUDA gives them; otherwise what CPU kernels allocate inside
             themselves is
             measured and logged too.
+        mode: The mode of fake tensors that is active outside, or None for tensors on `meta`.
     """
 
-    def __init__(self, *, cuda: bool = True) -> None:
+    def __init__(self, *, cuda: bool = True, mode: FakeTensorMode | None = None) -> None:
         super().__init__()
         self.log = _Log()
-        self._cuda = cuda
+        self._cuda, self._mode = cuda, mode
         self.direction, self.place = START, 0
         self.places: list[str] = [""]
         self._place_ids: dict[str, int] = {"": 0}
@@ -94,7 +102,6 @@ class Recorder(TorchDispatchMode):
         self.category: dict[int, int] = {}
         self.ops: list[Record] = []
         self.enabled = True
-        self._coster = OpCoster()
 
     def at(self, direction: int, name: str) -> None:
         """Says where in the step the following events happen."""
@@ -137,15 +144,23 @@ class Recorder(TorchDispatchMode):
         if parameter.grad is not None:
             self._write(ACCUMULATED, self.track(parameter.grad, "accumulate"))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and the guard against it costs as much as an operation.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = dispatch(func, args, kwargs, cuda=self._cuda)
+        # Kernels know nothing of function modes; without this every look at a tensor would pass through them.
+        with torch._C.DisableTorchFunction():
+            return self._record(func, args, kwargs or {})
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out, record = _MEMO.run(func, args, kwargs, cuda=self._cuda, mode=self._mode)
         if not self.enabled:
             return out
         if self.direction == BACKWARD or self.direction == RECOMPUTE:
             # Backward formulas run without gradients; recomputed forward code runs with them.
             self.direction = RECOMPUTE if torch.is_grad_enabled() else BACKWARD
-        record = self._coster(func, args, kwargs, out)
         if record is not None:
             self._write(OP, len(self.ops))
             self.ops.append(record)
@@ -200,11 +215,13 @@ class Recorder(TorchDispatchMode):
             nbytes=np.array(self.nbytes, np.float64),
             category=category.astype(np.int8),
             source=list(self.source),
-            op_names=[name for name, _, _, _ in self.ops],
-            op_dtypes=[dtype for _, dtype, _, _ in self.ops],
-            op_numbers=np.array([numbers for _, _, numbers, _ in self.ops], np.float64).reshape(-1, len(OP_FIELDS)),
-            op_reads=np.array([read for _, _, _, reads in self.ops for read in reads], np.float64),
-            op_of_read=np.array([at for at, (_, _, _, reads) in enumerate(self.ops) for _ in reads], np.int64),
+            op_names=[op[0] for op in self.ops],
+            op_dtypes=[op[1] for op in self.ops],
+            op_numbers=np.array([op[2] for op in self.ops], np.float64).reshape(-1, len(OP_FIELDS)),
+            op_reads=np.array([part for op in self.ops for part in op[3]], np.float64),
+            op_of_read=np.array([at for at, op in enumerate(self.ops) for _ in op[3]], np.int64),
+            op_writes=np.array([part for op in self.ops for part in op[4]], np.float64),
+            op_of_write=np.array([at for at, op in enumerate(self.ops) for _ in op[4]], np.int64),
             start=start,
             parameters=parameters,
         )

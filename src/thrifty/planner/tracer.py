@@ -91,12 +91,25 @@ class StepTracer:
             (tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad) for p in self.model.parameters()
         ]
 
+    def signature(self) -> list[list[object]]:
+        """All that an optimizer can know of the parameters: names, shapes, types, decay, and marks of methods."""
+        from transformers import Trainer
+
+        decayed = set(Trainer.get_decay_parameter_names(None, self.model))  # type: ignore[arg-type]
+        return [
+            [name, list(p.shape), str(p.dtype), p.requires_grad, name in decayed, sorted(vars(p))]
+            for name, p in self.model.named_parameters()
+        ]
+
     def _mode(self) -> contextlib.AbstractContextManager[Any]:
         if self.meta:
-            return torch.device("meta")
+            return contextlib.nullcontext()  # the dialect makes new tensors on `meta`
         if not hasattr(self, "_fake"):
             self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         return self._fake
+
+    def _new_recorder(self) -> Recorder:
+        return Recorder(cuda=self.step.dialect == "cuda", mode=None if self.meta else self._mode())
 
     def _dialect(self) -> Dialect:
         if self.step.dialect == "cuda":
@@ -107,14 +120,14 @@ class StepTracer:
         """Runs one micro-batch, forward and backward, with no gradients at the start."""
         step, model = self.step, self.model
         cuda = step.dialect == "cuda"
-        recorder = self._recorder = Recorder(cuda=cuda)
+        recorder = self._recorder = self._new_recorder()
         random = contextlib.nullcontext() if cuda else _random_state(recorder)
         dialect = self._dialect()
         with self._mode(), real_masks(padded=step.padded), random, dialect.cache(), dialect:
             if step.warm_up and not self._warm:
                 # The very first pass may differ from all others (a method measures it), so nobody records it.
                 recorder.enabled = False
-                self._run(Recorder(cuda=cuda), step.build_batch(batch, seq))
+                self._run(self._new_recorder(), step.build_batch(batch, seq))
                 model.zero_grad(set_to_none=True)
                 recorder.enabled = self._warm = True
             if step.warm_up:
@@ -168,7 +181,7 @@ class StepTracer:
         if step.build_optimizer is None:
             raise ValueError("this step has no build_optimizer")
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        recorder = Recorder(cuda=step.dialect == "cuda")
+        recorder = self._new_recorder()
         with self._mode():
             for parameter in trainable:
                 parameter.grad = torch.empty_like(parameter)

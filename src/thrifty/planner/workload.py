@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,13 @@ class Workload:
             raise InputError(
                 f"the model has {positions} positions", key="seq_len", value=self.seq_len, fix=f"at most {positions}"
             )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the model, the task and the data type."""
+        from thrifty.planner.store import content_hash
+
+        return content_hash([self.config.to_dict(), self.task, self.dtype])
 
     @property
     def causal(self) -> bool:

@@ -53,6 +53,7 @@ _RESULTS = {
     "train_loss": ("train loss", text.measured),
     "tokens": ("tokens trained on, without padding", text.measured),
     "tokens_per_second": ("tokens per second", text.measured),
+    "mfu": ("share of the device's peak rate (MFU)", lambda value: f"{value:.1%}"),
     "peak_memory_bytes": ("peak memory", text.size),
     "steps": ("steps", text.measured),
     "wall_seconds": ("wall time", text.duration),

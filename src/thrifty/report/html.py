@@ -120,6 +120,7 @@ def _cards(summary: dict[str, Any]) -> list[dict[str, str]]:
     add("eval_accuracy", "accuracy", lambda value: f"{100 * value:.1f} %")
     tokens = f"{text.count(summary['tokens'])} in all" if summary.get("tokens") else ""
     add("tokens_per_second", "tokens/s", text.count, tokens, "per second, without padding")
+    add("mfu", "MFU", lambda value: f"{value:.1%}", title="the model's operations over the device's peak rate")
     add("peak_memory_bytes", "peak memory", text.size)
     steps = f"{summary['steps']:,} steps" if isinstance(summary.get("steps"), int) else ""
     add("wall_seconds", "wall time", text.duration, steps)

@@ -26,7 +26,7 @@ def write_summary(run_dir: str | os.PathLike[str], **fields: Any) -> Path:
 
     - results: `eval_loss` (nats per token), `perplexity`, `bits_per_byte`, other `eval_*` metrics, `train_loss`;
     - cost: `steps`, `epochs`, `tokens` (non-padding), `tokens_per_second`, `step_seconds`, `wall_seconds`,
-      `peak_memory_bytes`;
+      `peak_memory_bytes`, `mfu` (share of the device's peak rate);
     - what was trained: `task`, `model` (a name for people), `parameters`, `trainable_parameters`, `data` (a name for
       people), `base_model` and `dataset` (ids on the Hugging Face hub);
     - `methods`: the recipe in order, a list of names or of mappings with `name`, `title`, `reason`, `source` (text, or

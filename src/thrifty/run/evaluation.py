@@ -16,6 +16,8 @@ from thrifty.trainer import Trainer
 
 _FROM_SCRATCH = ("model_config", "vocab_size", "methods", "optimizer", "attention", "precision")
 _OF_THE_RUN = ("output_dir", "overwrite", "resume")
+_BATCH = 32
+"""Samples at a time where nobody says: nothing is kept for a backward pass. What does not fit is divided."""
 
 
 def evaluate(name: str, overrides: Sequence[str] = ()) -> dict[str, float]:
@@ -37,6 +39,7 @@ def evaluate(name: str, overrides: Sequence[str] = ()) -> dict[str, float]:
     values |= {"model_name_or_path": base_of(name)}
     if any((Path(name) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
         values["tokenizer_name_or_path"] = name
+    values.setdefault("per_device_eval_batch_size", _BATCH)
     config = parse_config(apply_overrides(values, overrides), name="evaluate")
     loaded = tasks.load(
         config.task,

@@ -13,6 +13,7 @@ from thrifty.report.metrics import peak_memory_bytes, read_metrics, rows_of
 from thrifty.run.console import say, shorten
 from thrifty.run.evaluation import metric_lines
 from thrifty.run.generation import continue_text, prompt_of
+from thrifty.run.utilisation import model_flops_share
 
 RUN_FILE = "run.yaml"
 
@@ -80,6 +81,7 @@ def summary_of(
         "tokens_per_second": sum(r["tokens_per_second"] * r["step_seconds"] for r in speed) / seconds
         if seconds
         else None,
+        "mfu": model_flops_share(trainer, hardware, seconds / len(speed)) if speed else None,
         "wall_seconds": train_rows[-1]["wall_seconds"] if train_rows else trained.get("train_runtime"),
         "peak_memory_bytes": peak_memory_bytes(),
         "task": config.task,

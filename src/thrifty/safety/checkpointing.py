@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 from pathlib import Path
@@ -9,14 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
 
 from thrifty import _hf
 from thrifty.errors import InputError
 from thrifty.safety import fingerprint
+from thrifty.safety.background import BackgroundSave, fits_on_host, put_off
 from thrifty.safety.iterable import DATA_STATE, IterableStream
+from thrifty.safety.lean import LeanLoop
 from thrifty.safety.options import Guards
 from thrifty.safety.schedule import hold_after, place_at, scale_base_rates
 from thrifty.safety.store import CheckpointNotSaved, CheckpointStore
@@ -25,7 +29,7 @@ from thrifty.safety.trust import check_checkpoint
 TRAINER_STATE = "trainer_state.json"
 
 
-class SafeCheckpoints(transformers.Trainer):
+class SafeCheckpoints(LeanLoop):
     """Writes through `CheckpointStore` and resumes from what verifies, by samples."""
 
     guards: Guards
@@ -34,6 +38,7 @@ class SafeCheckpoints(transformers.Trainer):
     _position: fingerprint.Position | None = None
     _saved_print: dict[str, Any] | None = None
     _iterable: IterableStream | None = None
+    _saving: tuple[BackgroundSave, str | None] | None = None
 
     @property
     def run_dir(self) -> str:
@@ -79,23 +84,91 @@ class SafeCheckpoints(transformers.Trainer):
             super()._save_checkpoint(model, trial)
             self.write_extra_state(os.path.join(self._get_output_dir(trial), f"checkpoint-{step}"))
             return
-        best_before = self.state.best_model_checkpoint
+        self.finish_saving()
+        best_before, aside = self.state.best_model_checkpoint, self._may_save_aside(trial)
         try:
-            with store.writing(
-                step, fingerprint=self._fingerprint(), resumable=not self.args.save_only_model
-            ) as folder:
+            with contextlib.ExitStack() as sealing:
+                folder = sealing.enter_context(
+                    store.writing(step, fingerprint=self._fingerprint(), resumable=not self.args.save_only_model)
+                )
                 self._staging = folder.parent
-                super()._save_checkpoint(model, trial)
-                self._write_data_state(folder)
-                self.write_extra_state(str(folder))
+                with put_off(folder) if aside else contextlib.nullcontext([]) as writes:
+                    super()._save_checkpoint(model, trial)
+                    self._write_data_state(folder)
+                    self.write_extra_state(str(folder))
                 self._name_best_checkpoint(store, folder)
+                best = self.state.best_global_step
+                if aside:
+                    rotate = functools.partial(store.rotate, self.args.save_total_limit, best=best)
+                    self._saving = BackgroundSave(writes, sealing.pop_all(), rotate), best_before
+                    return
         except CheckpointNotSaved as error:
-            self.state.best_model_checkpoint = best_before
-            self.say(f"{error}; the next one is due in {self.args.save_steps:g} steps")
+            self._not_saved(error, best_before)
         else:
-            store.rotate(self.args.save_total_limit, best=self.state.best_global_step)
+            store.rotate(self.args.save_total_limit, best=best)
         finally:
             self._staging = None
+
+    def _not_saved(self, error: CheckpointNotSaved, best_before: str | None) -> None:
+        self.state.best_model_checkpoint = best_before
+        self.say(f"{error}; the next one is due in {self.args.save_steps:g} steps")
+
+    def _may_save_aside(self, trial: Any) -> bool:
+        """May a thread write this checkpoint while training goes on?"""
+        args, wish = self.args, self.guards.background_save
+        if wish == "off" or args.world_size > 1 or not self.is_in_train or args.push_to_hub:
+            return False
+        # Somebody who listens to saves wants to find the files.
+        listeners = [c for c in self.callback_handler.callbacks if type(c).on_save is not TrainerCallback.on_save]
+        if wish == "auto" and any(not type(c).__module__.startswith("thrifty.") for c in listeners):
+            return False
+        if getattr(self, "recipe", None) and self.recipe.using("save_files"):  # pyright: ignore[reportAttributeAccessIssue]
+            return False  # they read what was written before
+        return fits_on_host(self._bytes_to_save())
+
+    def _refuse_background_save(self) -> None:
+        """A wish for what cannot be is an error; `auto` takes what there is."""
+        args = self.args
+        reasons = {
+            "several processes write together": args.world_size > 1,
+            "another engine writes the checkpoints": self.is_deepspeed_enabled or self.is_fsdp_enabled,
+            "atomic_checkpoints is off": not self.guards.atomic_checkpoints,
+            "push_to_hub uploads what was just written": args.push_to_hub,
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        if found and self.guards.background_save == "on":
+            raise InputError(
+                f"a thread cannot write the checkpoints: {found[0]}", key="background_save", value="on", fix="use auto"
+            )
+
+    def _bytes_to_save(self) -> int:
+        optimizer: Any = self.optimizer
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def finish_saving(self) -> None:
+        """Waits for the checkpoint that a thread is writing, if there is one, and says so if it was not saved."""
+        if self._saving is None:
+            return
+        (saving, best_before), self._saving = self._saving, None
+        try:
+            saving.wait()
+        except CheckpointNotSaved as error:
+            self._not_saved(error, best_before)
+
+    def look_after_saving(self) -> None:
+        """At a step boundary: is the checkpoint that a thread was writing complete, or refused? Does not wait."""
+        if self._saving is not None and not self._saving[0].running:
+            self.finish_saving()
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.args.dataloader_num_workers:
+            self.finish_saving()  # workers are forked, which threads do not like
+        super()._run_epoch(*args, **kwargs)
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self.finish_saving()  # what comes next looks at the checkpoints
 
     def _name_best_checkpoint(self, store: CheckpointStore, folder: Path) -> None:
         """The parent looks for the best checkpoint beside the staging folder; it is, or will be, in the run folder."""

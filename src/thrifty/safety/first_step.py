@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from thrifty.safety.running import SafeRunning
 
 BATCHES = 4  # looked at by the checks; they cost a collation each
+SURE = 1e-6  # probability of a batch without one of the longest samples, below which every batch is as long as any
 SECONDS = 2.0  # after which lengths are no longer read one by one: the longest seen so far have to do
 
 
@@ -87,14 +88,18 @@ def first_batches(trainer: SafeRunning, count: int = BATCHES) -> list[Any]:
 
 
 def longest_batch(trainer: SafeCheckpoints) -> Any:
-    """The collated batch of the longest samples, or None where lengths are not known."""
+    """The collated batch of the longest samples; None where lengths are not known, or any batch is as long."""
     from thrifty.safety.oom import rng_snapshot
 
     lengths = sample_lengths(trainer.train_dataset)
     if not lengths:
         return None
+    size = trainer.args.per_device_train_batch_size
+    others = 1 - lengths.count(max(lengths)) / len(lengths)
+    if others**size < SURE and _first_step_is_a_trial(trainer):
+        return None
     dataset: Any = trainer.train_dataset
-    chosen = longest_indices(lengths, trainer.args.per_device_train_batch_size)
+    chosen = longest_indices(lengths, size)
     restore = rng_snapshot()
     try:
         batch = collate(trainer, [dataset[i] for i in chosen])
@@ -102,6 +107,13 @@ def longest_batch(trainer: SafeCheckpoints) -> Any:
         restore()
     batch.pop("sample_id", None)
     return trainer._prepare_inputs(batch)
+
+
+def _first_step_is_a_trial(trainer: SafeCheckpoints) -> bool:
+    """Are the batches what the data says, and can a step that fails be run again?"""
+    recipe: Any = getattr(trainer, "recipe", None)
+    shaped = recipe is not None and any(recipe.using(hook) for hook in ("draw", "shape_batch"))
+    return trainer.args.world_size == 1 and not shaped
 
 
 def collate(trainer: SafeCheckpoints, rows: list[Any]) -> Any:

@@ -240,6 +240,7 @@ class SafeMemory(SafeCheckpoints):
         wrapped.step, wrapped._guarded = step, True
 
     def _last_good(self) -> Path | None:
+        self.finish_saving()
         steps = self.store.steps() if self.store is not None else []
         return self.store.path(steps[-1]) if self.store is not None and steps else None
 

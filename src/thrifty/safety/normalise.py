@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thrifty.safety.oom import rng_snapshot
+from thrifty.safety.oom import CannotSplit, rng_snapshot, rows_of, split_batch
 
 IGNORED = -100
 
@@ -35,8 +35,9 @@ def ignores_num_items(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
     Args:
         model: Its modes and the random state are left as they were.
-        inputs: A collated batch on the model's device, with labels.
+        inputs: A collated batch on the model's device, with labels; the sample with the most targets is enough.
     """
+    inputs = _fullest_row(inputs)
     restore = rng_snapshot()
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -47,3 +48,15 @@ def ignores_num_items(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
             module.training = mode
         restore()
     return losses[0] != 0 and abs(losses[1] / losses[0] - 0.5) > 0.1
+
+
+def _fullest_row(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        rows = rows_of(inputs)
+    except CannotSplit:
+        return inputs
+    labels = inputs.get("labels")
+    if rows == 1 or not isinstance(labels, torch.Tensor):
+        return inputs
+    most = int(labels.reshape(rows, -1).ne(IGNORED).sum(1).argmax())
+    return split_batch(inputs, rows)[most]

@@ -18,6 +18,9 @@ class Guards:
 
     atomic_checkpoints: bool = True
     """Checkpoints are written aside, flushed, sealed with a manifest and renamed."""
+    background_save: Literal["auto", "on", "off"] = "auto"
+    """Checkpoints are copied in memory and written by a thread while training goes on. `auto`: where one process writes
+    them and no callback listens for saves; `on`: also where one listens, which then finds the files a little later."""
     schedule: Literal["continue", "extend"] | None = None
     """What a changed schedule means on resume; None refuses it."""
     on_oom: Literal["split", "raise"] = "split"
@@ -37,6 +40,7 @@ class Guards:
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[Any, ...]] = {
+            "background_save": ("auto", "on", "off"),
             "schedule": (None, "continue", "extend"),
             "on_oom": ("split", "raise"),
             "on_non_finite": ("skip", "rewind", "stop", "ignore"),
@@ -55,4 +59,4 @@ class Guards:
     def off(cls) -> Guards:
         """No guard at all: the bare parent."""
         settings: dict[str, Any] = {f.name: False for f in fields(cls) if f.type == "bool"}
-        return cls(**settings, on_oom="raise", on_non_finite="ignore")
+        return cls(**settings, background_save="off", on_oom="raise", on_non_finite="ignore")

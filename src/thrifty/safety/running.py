@@ -60,6 +60,7 @@ class SafeRunning(SafeMemory):
             return
         step = self.state.global_step + 1
         loss, norm = read_together(self._step_loss, self._grad_norm)
+        fine = math.isfinite(loss) and math.isfinite(norm)
         if step in self._left_out:
             self._drop_gradients()
             return
@@ -69,7 +70,7 @@ class SafeRunning(SafeMemory):
             norm,
             step,
             self._ids_of_step(),
-            self._last_good(),
+            None if fine else self._last_good(),
         )
         self._unusable_loss |= not math.isfinite(loss)
         if verdict.message:
@@ -118,6 +119,7 @@ class SafeRunning(SafeMemory):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint = self.find_checkpoint(resume_from_checkpoint)
         if self.args.save_strategy != "no":
+            self._refuse_background_save()
             self._open_store()
         if self.guards.on_non_finite != "ignore":
             # The parent's own filter would log 0.0, or a mean of other steps, in place of a NaN.
@@ -133,9 +135,12 @@ class SafeRunning(SafeMemory):
             with self.signals if self.guards.handle_signals else contextlib.nullcontext():
                 result = super().train(checkpoint, *args, **kwargs)
         finally:
-            if self.store is not None:
-                self.store.close()
-                self.store = None
+            try:
+                self.finish_saving()
+            finally:
+                if self.store is not None:
+                    self.store.close()
+                    self.store = None
         if self.signals.received is not None:
             saved = self._interrupted_at if self._interrupted_at and Path(self._interrupted_at).is_dir() else None
             raise Interrupted(self.signals.received, saved)  # that last save may have failed: then none is named
@@ -152,6 +157,7 @@ class SafeRunning(SafeMemory):
 
     def step_boundary(self) -> None:
         """After each optimizer step: has somebody asked the run to end?"""
+        self.look_after_saving()
         received = self.signals.received
         if self.args.world_size > 1 and self.guards.handle_signals:
             received = self._shared_flag.boundary(received)

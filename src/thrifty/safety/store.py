@@ -329,6 +329,7 @@ def storage_reason(error: BaseException) -> str | None:
     text = str(error)
     if quoted := re.search(r"([^:\n]+) \(os error (\d+)\)", text):
         return quoted[1].strip()
-    if isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text):
+    signs = ("inline_container", "PytorchStreamWriter", "iostream error")
+    if isinstance(error, RuntimeError) and any(sign in text for sign in signs):
         return "the disk took only a part of the file (full, or over quota)"
     return None

@@ -7,7 +7,8 @@ weight and no state has been written: torch counts the writes to every tensor, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ class UpdateGuard:
         Returns:
             None where it is done; else the failure's first line, with weights or state partly written.
         """
-        writes, known = self._writes(), set(self.optimizer.state)
+        known = len(self.optimizer.state)
+        writes = self._writes(known)
         failure = _attempt(step)
         if failure is None:
             return None
         if not self.counts_writes or self._writes(known) != writes:
             return failure
-        for parameter in [p for p in self.optimizer.state if p not in known]:
+        for parameter in list(self.optimizer.state)[known:]:
             del self.optimizer.state[parameter]  # half-made state
         release_memory()
         again = _attempt(step)
@@ -48,15 +50,17 @@ class UpdateGuard:
             self._report("out of memory in the optimizer step before it had changed anything: it was run again")
         return again
 
-    def _writes(self, known: set[Any] | None = None) -> int:
-        return sum(tensor._version for tensor in self._tensors(known))
-
-    def _tensors(self, known: set[Any] | None) -> Iterator[torch.Tensor]:
+    def _writes(self, known: int) -> int:
+        """Writes so far to all weights and to the state of the first `known` parameters that have one."""
+        total = 0
         for group in self.optimizer.param_groups:
-            yield from group["params"]
-        for parameter, state in self.optimizer.state.items():
-            if known is None or parameter in known:
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            for parameter in group["params"]:
+                total += parameter._version
+        for state in itertools.islice(self.optimizer.state.values(), known):
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    total += value._version
+        return total
 
 
 def _attempt(step: Callable[[], Any]) -> str | None:

@@ -1,13 +1,16 @@
 """Cross-entropy without the logits.
 
 What it does: multiplies the hidden states with the head in chunks of tokens, and takes loss and gradients of a chunk
-before the next one is begun. The logits of the whole batch, tokens times vocabulary, never exist.
+before the next one is begun. The logits of the whole batch, tokens times vocabulary, never exist; those of tokens whose
+label is ignored (prompts, padding, what is not masked) are not computed at all.
 
 Helps: large vocabularies: logits and their gradients are often the peak of memory, with checkpointing nearly always.
-Does not help: small vocabularies, or where attention or the optimizer states are the peak. Nor speed: the gradient of
-the head is added up chunk by chunk, which a micro-batch of few tokens feels most.
-Limits: language models with one linear head; in training the outputs hold no logits. With weights in half precision
-the gradient of the head is summed over the chunks in that precision.
+Speed, by the share of the tokens that are not trained on: answers to long prompts, masked language models.
+Does not help: small vocabularies, or where attention or the optimizer states are the peak. Where every token is trained
+on it is no faster, since the gradient of the head is added up chunk by chunk.
+Limits: language models with one linear head; in training, and in evaluation where only the loss is asked for, the
+outputs hold no logits. With weights in half precision the gradient of the head is summed over the chunks in that
+precision. On an accelerator the host waits once a micro-batch for the number of trained tokens.
 Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024; the z-loss is that of Chowdhery et
 al., "PaLM: Scaling Language Modeling with Pathways", 2022.
 """
@@ -15,7 +18,7 @@ al., "PaLM: Scaling Language Modeling with Pathways", 2022.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +31,8 @@ from thrifty.remote_code import auto_class_name
 from thrifty.safety.normalise import ignores_num_items
 
 IGNORED = -100
+LEAST_ROWS = 256
+"""Smaller products lose more time in adding to the gradient of the head than they save memory."""
 
 
 def chunked_cross_entropy(
@@ -193,6 +198,9 @@ class ChunkedHead:
         label_smoothing: The same.
         z_loss: The same.
         divides: Whether the loss is divided by the argument `num_items_in_batch`, where it is given.
+        chosen_only: Whether tokens whose label is ignored are left out of the product. Their number depends on the
+            data, which a dry run does not have.
+        least_rows: A chunk has so many tokens, where there are enough.
 
     Raises:
         NotApplicable: The model is no language model with one linear head.
@@ -206,6 +214,8 @@ class ChunkedHead:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         divides: bool = True,
+        chosen_only: bool = False,
+        least_rows: int = 1,
     ) -> None:
         bare = _bare(model)
         kind = auto_class_name(bare)
@@ -225,7 +235,10 @@ class ChunkedHead:
         self.balance: float = getattr(text, "router_aux_loss_coef", 0.0) or 0.0
         self.shifts = kind == "AutoModelForCausalLM"
         self.chunks, self.label_smoothing, self.z_loss, self.divides = chunks, label_smoothing, z_loss, divides
+        self.chosen_only, self.least_rows = chosen_only, least_rows
         self.always = False  # also outside of training: for the comparison with the model's own loss
+        self.loss_only: Callable[[], bool] = lambda: False
+        """Says outside of training whether nothing but the loss is wanted of the coming forward pass."""
         self._targets: Tensor | None = None
         self._items: Any = None
         self._loss: Tensor | None = None
@@ -237,7 +250,7 @@ class ChunkedHead:
     def _take_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self._targets = self._loss = None
         labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
-        if (labels is None and shifted is None) or not (module.training or self.always):
+        if (labels is None and shifted is None) or not (module.training or self.always or self.loss_only()):
             return None
         if shifted is None and self.shifts:
             assert labels is not None
@@ -257,19 +270,23 @@ class ChunkedHead:
                 fix="remove chunked-cross-entropy from the methods",
             )
         linear: Any = head
+        targets = targets.to(hidden.device)
+        if self.chosen_only:
+            index = targets.flatten().ne(IGNORED).nonzero()[:, 0]
+            hidden, targets = hidden.flatten(0, -2).index_select(0, index), targets.flatten()[index]
         self._loss = chunked_cross_entropy(
             hidden,
             linear.weight,
-            targets.to(hidden.device),
+            targets,
             linear.bias,
-            chunks=self.chunks,
+            chunks=min(self.chunks, max(1, targets.numel() // self.least_rows)),
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
             softcap=self.softcap,
             num_items=self._items,
         )
         # The model goes on with the logits of no position at all.
-        return (hidden.detach()[..., :0, :],)
+        return (args[0].detach()[..., :0, :],)
 
     def _give_loss(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._targets is None:
@@ -335,7 +352,7 @@ def compare(model: nn.Module, head: ChunkedHead) -> None:
     exact=True,
     tasks=("causal-lm", "masked-lm"),
     claims=("loss",),
-    preset={"chunks": 3, "z_loss": 0.01},
+    preset={"chunks": 3, "z_loss": 0.01, "least_rows": 1},
     choices={"free": [{}]},
     bench_order=30,
 )
@@ -349,6 +366,8 @@ class ChunkedCrossEntropy(Method):
     """Share of the target's probability that is spread over the vocabulary."""
     z_loss: float = 0.0
     """Weight of the squared logarithm of the softmax's normaliser, which keeps logits from drifting; PaLM has 1e-4."""
+    least_rows: int = LEAST_ROWS
+    """A chunk has so many tokens, where there are enough; 1 divides small micro-batches too, for the least memory."""
 
     head: ChunkedHead | None = field(default=None, init=False, repr=False)
 
@@ -359,6 +378,8 @@ class ChunkedCrossEntropy(Method):
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if self.z_loss < 0:
             raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
+        if self.least_rows < 1:
+            raise ValueError(f"least_rows must be at least 1, got {self.least_rows}")
 
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
         if args.label_smoothing_factor:
@@ -376,7 +397,7 @@ class ChunkedCrossEntropy(Method):
         return {}
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
-        self._hang(model)
+        self._hang(model, ctx)
         assert self.head is not None
         if not ctx.planning:
             compare(model, self.head)
@@ -396,14 +417,23 @@ class ChunkedCrossEntropy(Method):
             )
 
     def on_replace(self, model: nn.Module, parameter_map: Any, ctx: Any) -> None:
-        self._hang(model)
+        self._hang(model, ctx)
 
     def finish(self, model: nn.Module, ctx: Any) -> nn.Module:
         unhook(model)
         return model
 
-    def _hang(self, model: nn.Module) -> None:
+    def _hang(self, model: nn.Module, ctx: Any) -> None:
         divides = True if self.head is None else self.head.divides
         self.head = ChunkedHead(
-            model, chunks=self.chunks, label_smoothing=self.label_smoothing, z_loss=self.z_loss, divides=divides
+            model,
+            chunks=self.chunks,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            divides=divides,
+            chosen_only=not ctx.planning,
+            least_rows=1 if ctx.planning else self.least_rows,
         )
+        # The smoothed loss is no measure to validate by.
+        if not self.label_smoothing and not self.z_loss:
+            self.head.loss_only = lambda: ctx.loss_only

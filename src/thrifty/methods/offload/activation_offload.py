@@ -114,6 +114,7 @@ class HostActivations(SavedTensors):
     conflicts_with={"activation-compression": "both replace what autograd saves; only one can"},
     choices={"accelerator": [{}]},
     bench_order=46,
+    emulated={"cpu": "the host is the device: copies are made, and nothing is saved"},
 )
 @dataclass(kw_only=True)
 class ActivationOffload(Method):

@@ -192,6 +192,7 @@ def _wait(future: Future[Any] | None) -> None:
     preset={"piece": 256},
     library="torch.optim",
     bench_order=48,
+    emulated={"cpu": "any disk stands for an NVMe, so its speed is not that of one"},
 )
 @dataclass(kw_only=True)
 class NvmeOffload(Method):

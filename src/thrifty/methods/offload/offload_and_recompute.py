@@ -112,6 +112,7 @@ class OffloadedAndRecomputed:
         "activation-compression": "what it offloads it must find again as it was",
     },
     bench_order=49,
+    emulated={"cpu": "the host is the device: what is offloaded is copied, and nothing is saved by it"},
 )
 @dataclass(kw_only=True)
 class OffloadAndRecompute(Method):

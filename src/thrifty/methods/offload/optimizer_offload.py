@@ -34,6 +34,7 @@ from thrifty.methods.optimizers._groups import clean
     library="torch.optim",
     choices={"accelerator": [{}]},
     bench_order=47,
+    emulated={"cpu": "the host is the device, so nothing is saved"},
 )
 @dataclass(kw_only=True)
 class OptimizerOffload(Method):

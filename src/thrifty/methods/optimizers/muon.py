@@ -13,7 +13,8 @@ Source: Jordan et al., "Muon: An optimizer for hidden layers", 2024; Liu et al.,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,33 +23,53 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from thrifty.architecture import block_linears, find_blocks
+from thrifty.hardware.detect import detect
 from thrifty.method import Method, NotApplicable, Paper, register
 from thrifty.methods.optimizers._adam import ByParameter, adamw_step
 from thrifty.methods.optimizers._groups import refuse_sharding, split
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 FUSED = {"c_attn": 3, "query_key_value": 3, "qkv": 3, "qkv_proj": 3, "Wqkv": 3}
+BATCHED_NUMBERS = 2**22
+"""Matrices of equal shape are orthogonalised together, up to so many numbers: small ones waste time one by one, and
+large ones gain nothing but would need the memory."""
+BF16_SIDE = 64
+"""Below it, a processor's bf16 units gain nothing on a product."""
 
 
-def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
     """The nearest matrix with singular values around 1 (0.68 to 1.13), by Newton-Schulz steps.
 
     Args:
-        matrix: Shape (rows, columns).
+        matrix: Shape (..., rows, columns), each matrix for itself.
         steps: Newton-Schulz steps.
+        dtype: Of the products. None is float32 on a CPU, where products in bfloat16 may be slow, and bfloat16
+            elsewhere.
 
     Returns:
-        float32 on a CPU, where products in bfloat16 are slow; bfloat16 products elsewhere.
+        float32, in the shape of `matrix`.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.float() if matrix.device.type == "cpu" else matrix.bfloat16()
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / (x.norm() + 1e-7)
+    x = matrix.to(dtype or (torch.float32 if matrix.device.type == "cpu" else torch.bfloat16))
+    tall = x.shape[-2] > x.shape[-1]
+    x = (x.mT if tall else x).reshape(-1, *(reversed(x.shape[-2:]) if tall else x.shape[-2:]))
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if tall else x).float()
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(matrix.shape).float()
+
+
+@functools.cache
+def _processor_has_bf16() -> bool:
+    return detect(use_cpu=True).bf16
+
+
+def products_for(shape: torch.Size, device: torch.device) -> torch.dtype:
+    """The data type in which the device multiplies matrices of a shape fastest, at the precision that Muon needs."""
+    if device.type != "cpu" or (min(shape) >= BF16_SIDE and _processor_has_bf16()):
+        return torch.bfloat16
+    return torch.float32
 
 
 class MuonWithAdamW(ByParameter):
@@ -64,6 +85,8 @@ class MuonWithAdamW(ByParameter):
         weight_decay: Decoupled, of both.
         scale: `original` multiplies by sqrt(max(1, outputs / inputs)); `match_rms` by 0.2 sqrt(max(outputs, inputs)),
             for which AdamW's learning rate fits.
+        products: The data type of Newton-Schulz's products; None is what `orthogonalise` takes, and a function is
+            asked for each shape and device.
     """
 
     def __init__(
@@ -75,8 +98,9 @@ class MuonWithAdamW(ByParameter):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         scale: str = "original",
+        products: torch.dtype | Callable[[torch.Size, torch.device], torch.dtype] | None = None,
     ) -> None:
-        self.scale = scale
+        self.scale, self.products = scale, products
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -89,25 +113,48 @@ class MuonWithAdamW(ByParameter):
         }
         super().__init__(params, defaults)
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
-        if group["muon"]:
-            self._muon(p, gradient, group, index)
-        else:
-            adamw_step(p, gradient, self.state[p], group)
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of all parameters that have a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            present = [(index, p) for index, p in enumerate(group["params"]) if p.grad is not None]
+            if group["muon"]:
+                self._muon(group, present)
+                continue
+            for index, p in present:
+                self.update(p, p.grad, group, index)  # type: ignore[arg-type]
+        return loss
 
-    def _muon(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
-        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-        buffer.lerp_(gradient, 1 - group["momentum"])
-        look_ahead = gradient.lerp(buffer, group["momentum"])
-        fused = group["parts"][index] if group["parts"] else None
-        stored_as_inputs_first = bool(group["transposed"] and group["transposed"][index])
-        pieces = look_ahead.chunk(fused[1], dim=fused[0]) if fused else (look_ahead,)
-        updates = [self._scaled(orthogonalise(piece), stored_as_inputs_first) for piece in pieces]
-        update = torch.cat(updates, dim=fused[0]) if fused else updates[0]
-        p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.to(p.dtype), alpha=-group["lr"])
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
+        adamw_step(p, gradient, self.state[p], group)
+
+    def _muon(self, group: dict[str, Any], present: list[tuple[int, Tensor]]) -> None:
+        pieces: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for index, p in present:
+            gradient: Any = p.grad
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            buffer = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            dim, number = (group["parts"][index] if group["parts"] else None) or (0, 1)
+            inputs_first = bool(group["transposed"] and group["transposed"][index])
+            for parts in zip(*(whole.chunk(number, dim) for whole in (p, gradient, buffer)), strict=True):
+                key = (parts[0].shape, p.dtype, p.device, inputs_first)
+                pieces.setdefault(key, []).append(parts)
+        for (shape, _, device, inputs_first), equal in pieces.items():
+            dtype = self.products(shape, device) if callable(self.products) else self.products
+            size = max(1, BATCHED_NUMBERS // shape.numel())
+            for start in range(0, len(equal), size):
+                some = equal[start : start + size]
+                look_ahead = torch.stack([gradient.lerp(buffer, group["momentum"]) for _, gradient, buffer in some])
+                made = self._scaled(orthogonalise(look_ahead, dtype=dtype), inputs_first)
+                for (target, _, _), update in zip(some, made, strict=True):
+                    target.add_(update.to(target.dtype), alpha=-group["lr"])
 
     def _scaled(self, update: Tensor, transposed: bool) -> Tensor:
-        outputs, inputs = reversed(update.shape) if transposed else update.shape
+        outputs, inputs = reversed(update.shape[-2:]) if transposed else update.shape[-2:]
         if self.scale == "original":
             return update * max(1.0, outputs / inputs) ** 0.5
         return update * 0.2 * max(outputs, inputs) ** 0.5
@@ -167,6 +214,8 @@ class Muon(Method):
     """Momentum of the matrices."""
     scale: Literal["original", "match_rms"] = "original"
     """How the size of an update depends on the shape of its matrix."""
+    products: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What Newton-Schulz's products run in; auto is bfloat16 where the device has units for it."""
 
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
         refuse_sharding("muon", args)
@@ -186,4 +235,5 @@ class Muon(Method):
             betas=(ctx.args.adam_beta1, ctx.args.adam_beta2),
             eps=ctx.args.adam_epsilon,
             scale=self.scale,
+            products=products_for if self.products == "auto" else getattr(torch, self.products),
         )

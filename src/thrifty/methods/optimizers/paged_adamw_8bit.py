@@ -31,6 +31,7 @@ from thrifty.methods.optimizers.adamw_8bit import AdamW8bit
     preset={"min_size": 16},
     library="bitsandbytes",
     extra="quant",
+    emulated={"cpu": "states lie in host memory anyway, so nothing is paged"},
 )
 @dataclass(kw_only=True)
 class PagedAdamW8bit(AdamW8bit):

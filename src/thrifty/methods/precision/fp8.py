@@ -121,6 +121,7 @@ def from_fp8(model: nn.Module) -> int:
     extra="quant",
     choices={"allow": [{}]},
     bench_order=13,
+    emulated={"cpu": "no fp8 units: the numbers are those of fp8, speed and temporary memory are not"},
 )
 @dataclass(kw_only=True)
 class FP8(Method):

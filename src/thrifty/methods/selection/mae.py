@@ -51,6 +51,11 @@ def set_masking(model: Any, mask_ratio: float = 0.75, norm_pix_loss: bool = True
             f"mae: with {patches} patches an image, mask_ratio={mask_ratio} leaves {visible} visible",
             fix="another mask_ratio, or a smaller patch_size",
         )
+    if norm_pix_loss and config.patch_size == 1 and config.num_channels == 1:
+        raise NotApplicable(
+            "mae: a patch of one pixel and one channel has no variance to divide by",
+            fix="norm_pix_loss: false, or a larger patch_size",
+        )
     config.mask_ratio, config.norm_pix_loss = mask_ratio, norm_pix_loss
     fill_position_tables(model)
     return visible

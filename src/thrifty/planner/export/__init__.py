@@ -28,7 +28,7 @@ def export_plan(plan: Plan, tool: str) -> Export:
     Raises:
         InputError: The tool is unknown, or nothing fits.
     """
-    from thrifty.planner.export.intent import intent_of
+    from thrifty.planner.export.reading import intent_of
 
     if tool not in TOOLS:
         raise InputError(

@@ -62,13 +62,20 @@ def export(intent: Intent) -> Export:
         values["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     missing = [
         *intent.missing,
+        *intent.unexpressed(),
         f"micro-batch {intent.micro_batch}: the script's DataLoader",
-        f"optimizer {intent.optimizer}, learning rate {intent.learning_rate:g}: the script",
+        f"{intent.optimizer_words}, learning rate {intent.learning_rate:g}: the script",
     ]
     if kind != "DEEPSPEED":
+        missing.append(f"gradient clipping at {intent.max_grad_norm:g}: accelerator.clip_grad_norm_ in the script")
         missing.append(
             f"accumulation {intent.accumulation}: Accelerator(gradient_accumulation_steps={intent.accumulation})"
         )
+    if intent.precision == "tf32":
+        missing.append("TF32 products: the script")
+    if intent.checkpoint_every > 1:
+        missing.append(f"checkpointing of one block in {intent.checkpoint_every}: the script")
+    missing.append(f"sequence length {intent.seq_len}: the script's data")
     if intent.checkpointing and kind != "FSDP":
         missing.append("gradient checkpointing: model.gradient_checkpointing_enable() in the script")
     if intent.adapter is not None:

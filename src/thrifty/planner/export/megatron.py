@@ -15,15 +15,21 @@ KEYS: dict[str, Any] = {
     "clip-grad": float, "adam-beta1": float, "adam-beta2": float, "adam-eps": float, "optimizer": ["adam", "sgd"],
     "recompute-granularity": ["full", "selective"], "recompute-method": ["uniform", "block"],
     "recompute-num-layers": int,
+    "attention-dropout": float, "hidden-dropout": float, "sgd-momentum": float, "add-qkv-bias": bool,
+    "qk-layernorm": bool, "use-rope-scaling": bool, "rope-scaling-factor": float, "vocab-size": int,
+    "ckpt-format": ["torch_dist", "fsdp_dtensor"],
     "use-distributed-optimizer": bool, "use-megatron-fsdp": bool,
     "data-parallel-sharding-strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
     "tensor-model-parallel-size": int, "pipeline-model-parallel-size": int, "rotary-base": int,
 }  # fmt: skip
+SOURCE = "Megatron-LM core 0.16: megatron/training/arguments.py and the dataclasses of megatron.core"
 
 
 def export(intent: Intent) -> Export:
     """Flags for one node of data-parallel training."""
-    config, missing = intent.config, list(intent.missing)
+    config = intent.config
+    missing = [*intent.missing, *intent.unexpressed(),
+               "data, tokenizer, number of steps: --data-path, --tokenizer-type, --train-iters"]  # fmt: skip
     get = lambda *names: next((v for n in names if (v := getattr(config, n, None)) is not None), None)  # noqa: E731
     heads, groups = get("num_attention_heads"), get("num_key_value_heads")
     gated = get("hidden_act") == "silu"
@@ -48,13 +54,24 @@ def export(intent: Intent) -> Export:
         "adam-beta2": intent.betas[1],
         "adam-eps": intent.epsilon,
         "clip-grad": intent.max_grad_norm,
+        # Megatron drops a tenth by default.
+        "attention-dropout": float(get("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob") or 0.0),
+        "hidden-dropout": float(get("resid_pdrop", "hidden_dropout", "hidden_dropout_prob") or 0.0),
+        "vocab-size": get("vocab_size"),
     }
+    _positions(intent, values, missing)
     if groups and groups != heads:
         values |= {"group-query-attention": True, "num-query-groups": groups}
     if get("head_dim"):
         values["kv-channels"] = get("head_dim")
     if gated:
         values |= {"swiglu": True, "disable-bias-linear": True}
+        if get("attention_bias") or config.model_type == "qwen2":
+            values["add-qkv-bias"] = True
+    if config.model_type == "qwen3":
+        values["qk-layernorm"] = True
+    if get("num_local_experts", "num_experts"):
+        missing.append("experts: Megatron's --num-experts and its kin")
     if get("tie_word_embeddings") is False:
         values["untie-embeddings-and-output-weights"] = True
     if intent.precision in ("bf16", "fp16"):
@@ -62,6 +79,8 @@ def export(intent: Intent) -> Export:
         missing.append(
             "memory of Megatron's own mixed precision: 16-bit weights with float32 masters and main gradients"
         )
+    if intent.dtype != "float32":
+        missing.append(f"pure {intent.dtype}: Megatron keeps float32 masters beside it")
     if intent.precision == "tf32":
         missing.append("TF32 products: set them in the environment of the script")
     if intent.checkpointing:
@@ -69,6 +88,7 @@ def export(intent: Intent) -> Export:
         if intent.checkpoint_every > 1:
             share = -(-(get("num_hidden_layers") or 1) // intent.checkpoint_every)
             values |= {"recompute-method": "block", "recompute-num-layers": share}
+            missing.append(f"every block in {intent.checkpoint_every}: Megatron recomputes the first {share} instead")
     if intent.zero_stage == 1:
         values["use-distributed-optimizer"] = True
     if intent.zero_stage >= 2:
@@ -77,9 +97,12 @@ def export(intent: Intent) -> Export:
             "use-distributed-optimizer": True,
             "use-megatron-fsdp": True,
             "data-parallel-sharding-strategy": strategy,
+            "ckpt-format": "fsdp_dtensor",  # Megatron FSDP knows no other
         }
-    if intent.optimizer != "AdamW":
-        missing.append(f"the optimizer {intent.optimizer}: Megatron has adam and sgd")
+    if intent.optimizer == "SGD":
+        values |= {"optimizer": "sgd", "sgd-momentum": 0.0}
+    elif intent.optimizer != "AdamW" or intent.optimizer_settings:
+        missing.append(f"{intent.optimizer_words}: Megatron has adam and sgd")
     if intent.adapter is not None:
         missing.append("the adapter: Megatron-LM trains all weights")
     if intent.compiled:
@@ -89,14 +112,28 @@ def export(intent: Intent) -> Export:
     values = {k: v for k, v in values.items() if v is not None}
     flags: list[str] = []
     for key, value in values.items():
-        flags += (
-            [f"--{key}"] if value is True else [f"--{key}", f"{value:g}" if isinstance(value, float) else str(value)]
-        )
-    text = " \\\n  ".join([f"torchrun --nproc-per-node {intent.devices} pretrain_gpt.py", *_pairs(flags)]) + "\n"
+        flags += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    # Megatron FSDP refuses to run with one connection, which scripts for tensor parallelism set.
+    start = ["unset CUDA_DEVICE_MAX_CONNECTIONS"] if values.get("use-megatron-fsdp") else []
+    command = " \\\n  ".join([f"torchrun --nproc-per-node {intent.devices} pretrain_gpt.py", *_pairs(flags)])
+    text = "\n".join([*start, command, ""])
     return Export(
         tool="megatron", files={"megatron.sh": text}, flags=flags, missing=missing, values=values, keys=KEYS,
-        source="Megatron-LM megatron/training/arguments.py",
+        source=SOURCE,
     )  # fmt: skip
+
+
+def _positions(intent: Intent, values: dict[str, Any], missing: list[str]) -> None:
+    """Base and scaling of rotary embeddings."""
+    rope = getattr(intent.config, "rope_parameters", None) or {}
+    base = rope.get("rope_theta") or getattr(intent.config, "rope_theta", None)
+    if values["position-embedding-type"] == "rope" and base:
+        values["rotary-base"] = int(base)
+    kind = rope.get("rope_type", "default")
+    if kind == "llama3":
+        values |= {"use-rope-scaling": True, "rope-scaling-factor": float(rope["factor"])}
+    elif kind != "default":
+        missing.append(f"rotary embeddings of type {kind}")
 
 
 def _pairs(flags: list[str]) -> list[str]:

@@ -18,8 +18,14 @@ def export(intent: Intent) -> Export:
         **intent.fields,
         "per_device_train_batch_size": intent.micro_batch,
         "gradient_accumulation_steps": intent.accumulation,
+        "learning_rate": intent.learning_rate,
+        "weight_decay": intent.weight_decay,
+        "adam_beta1": intent.betas[0],
+        "adam_beta2": intent.betas[1],
+        "adam_epsilon": intent.epsilon,
+        "max_grad_norm": intent.max_grad_norm,
     }
-    missing = list(intent.missing)
+    missing = [*intent.missing, *intent.unexpressed()]
     if intent.adapter is not None:
         missing.append("the adapter: wrap the model with peft.get_peft_model before giving it to the Trainer")
     if intent.checkpoint_every > 1:
@@ -30,12 +36,14 @@ def export(intent: Intent) -> Export:
         values["fsdp"] = "full_shard auto_wrap"
     elif intent.zero_stage:
         missing.append(f"ZeRO stage {intent.zero_stage}: export deepspeed too and pass its file as `deepspeed`")
-    if intent.optimizer != "AdamW" and "optim" not in intent.fields:
-        missing.append(f"the optimizer {intent.optimizer}: pass it as `optimizers` or `optimizer_cls_and_kwargs`")
+    if intent.optim is not None:
+        values["optim"] = intent.optim
+    else:
+        missing.append(f"{intent.optimizer_words}: pass it as `optimizers` or `optimizer_cls_and_kwargs`")
+    missing.append(f"sequence length {intent.seq_len}: where the data are tokenized")
     known = {f.name for f in dataclasses.fields(TrainingArguments) if f.init}
+    values = {k: v for k, v in values.items() if v is not None}
     return Export(
         tool="trainer", files={"training_arguments.json": json.dumps(values, indent=2, default=str) + "\n"},
-        missing=missing,
-        values={k: v for k, v in values.items() if v is not None}, keys=dict.fromkeys(known, object),
-        source="transformers.TrainingArguments",
+        missing=missing, values=values, keys=dict.fromkeys(known, object), source="transformers.TrainingArguments",
     )  # fmt: skip
