@@ -205,7 +205,7 @@ def time_to_loss(result: dict[str, Any]) -> list[str]:
                 f"{summary[side]['ratios'][index]:.3f} |"
             )
     machine, size = result["machine"], runs["baseline"][0]["parameters"]
-    return [*lines, "", f"{machine['processor']}, {machine['threads']} thread(s); {size:,} parameters; "
+    return [*lines, "", f"{machine['processor']}, threads: {machine['threads']}; {size:,} parameters; "
             f"{result['validation_tokens']:,} characters of validation text."]  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def fine_tuning(result: dict[str, Any]) -> list[str]:
     """Tokens per second and losses of the rows of each task."""
     machine, versions = result["machine"], result["versions"]
     lines = [
-        f"Measured on {machine['processor']}, {machine['threads']} thread(s), torch {versions['torch']}, transformers "
+        f"Measured on {machine['processor']}, threads: {machine['threads']}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}, on {result['date'][:10]}. Tokens are those of the samples, without padding; each "
         "row sees the same samples in batches of the same size, once. Intervals are of 99 % for speed and 95 % for the "
         "loss.", "",

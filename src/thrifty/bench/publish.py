@@ -39,7 +39,7 @@ def publish(result: Mapping[str, Any], folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     kind = KINDS[result["format"]]
     name = re.sub(r"[^a-z0-9]+", "-", str(result["name"]).lower()).strip("-")
-    path = folder / (f"{kind}-{name}.json" if name and name != kind else f"{kind}.json")
+    path = folder / (f"{name}.json" if f"{name}-".startswith(f"{kind}-") else f"{kind}-{name}.json")
     return write_atomic(path, to_json(result, indent=1) + "\n")
 
 

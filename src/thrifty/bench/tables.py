@@ -211,7 +211,8 @@ def machine_line(result: Result) -> str:
     device = ", ".join(entry["name"] for entry in machine["accelerators"]) or machine["processor"]
     names = ("thrifty", "torch", "transformers")
     shown = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
-    threads = f", {machine['threads']} threads" if not machine["accelerators"] else ""
+    count = machine["threads"]
+    threads = f", {count} thread{'s' if count != 1 else ''}" if not machine["accelerators"] else ""
     return f"{device}{threads}; {shown}; {result['date'][:10]}"
 
 

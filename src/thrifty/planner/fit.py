@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from thrifty.planner.trace import OP, Trace
 from thrifty.planner.tracer import StepTracer
 
 Point = tuple[int, int]
+Result = TypeVar("Result")
 _SINGLE_NUMBER = 16
 _SCRATCH = " scratch"
 _READ, _WRITTEN = OP_FIELDS.index("read"), OP_FIELDS.index("written")
@@ -128,7 +129,7 @@ def compile_optimizer(step: Step, *, tracers: Tracers | None = None) -> Optimize
     return OptimizerModel(program, dict(step.layers))
 
 
-def compile_many(jobs: Sequence[Callable[[], StepModel]], processes: int = 2) -> list[StepModel]:
+def compile_many(jobs: Sequence[Callable[[], Result]], processes: int = 2) -> list[Result]:
     """Runs several compilations in parallel processes and returns their results in order.
 
     Args:
@@ -145,10 +146,10 @@ def compile_many(jobs: Sequence[Callable[[], StepModel]], processes: int = 2) ->
         _JOBS.clear()
 
 
-_JOBS: list[Callable[[], StepModel]] = []
+_JOBS: list[Callable[[], Any]] = []
 
 
-def _run_job(index: int) -> StepModel:
+def _run_job(index: int) -> Any:
     return _JOBS[index]()
 
 

@@ -81,7 +81,7 @@ class StepTracer:
     def __init__(self, step: Step, counts: Mapping[str, int], *, meta: bool = False) -> None:
         self.step, self.meta = step, meta
         model = step.prepared_model(counts)
-        with self._mode():
+        with self._mode() or contextlib.nullcontext():
             self.model = model if meta else fakeify(model)
         if step.autocast is not None and step.fp32_outputs:
             _convert_outputs(self.model, step.autocast)
@@ -101,15 +101,15 @@ class StepTracer:
             for name, p in self.model.named_parameters()
         ]
 
-    def _mode(self) -> contextlib.AbstractContextManager[Any]:
+    def _mode(self) -> FakeTensorMode | None:
         if self.meta:
-            return contextlib.nullcontext()  # the dialect makes new tensors on `meta`
+            return None  # the dialect makes new tensors on `meta`
         if not hasattr(self, "_fake"):
             self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         return self._fake
 
     def _new_recorder(self) -> Recorder:
-        return Recorder(cuda=self.step.dialect == "cuda", mode=None if self.meta else self._mode())
+        return Recorder(cuda=self.step.dialect == "cuda", mode=self._mode())
 
     def _dialect(self) -> Dialect:
         if self.step.dialect == "cuda":
@@ -123,7 +123,7 @@ class StepTracer:
         recorder = self._recorder = self._new_recorder()
         random = contextlib.nullcontext() if cuda else _random_state(recorder)
         dialect = self._dialect()
-        with self._mode(), real_masks(padded=step.padded), random, dialect.cache(), dialect:
+        with self._mode() or contextlib.nullcontext(), real_masks(padded=step.padded), random, dialect.cache(), dialect:
             if step.warm_up and not self._warm:
                 # The very first pass may differ from all others (a method measures it), so nobody records it.
                 recorder.enabled = False
@@ -182,7 +182,7 @@ class StepTracer:
             raise ValueError("this step has no build_optimizer")
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         recorder = self._new_recorder()
-        with self._mode():
+        with self._mode() or contextlib.nullcontext():
             for parameter in trainable:
                 parameter.grad = torch.empty_like(parameter)
             known = [*self.model.parameters(), *(p.grad for p in trainable if p.grad is not None)]

@@ -143,7 +143,9 @@ class SafeCheckpoints(LeanLoop):
 
     def _bytes_to_save(self) -> int:
         optimizer: Any = self.optimizer
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        model = self.model
+        assert model is not None
+        tensors = [*model.parameters(), *model.buffers()]
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

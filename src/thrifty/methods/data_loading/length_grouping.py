@@ -269,7 +269,7 @@ class LengthGrouping(Method):
         if self._listens is None:
             given = {key: value for key, value in part.items() if key != "sample_id"}
             with trainer.compute_loss_context_manager():
-                self._listens = trainer._normalises or not ignores_num_items(model, given)
+                self._listens = bool(trainer._normalises or not ignores_num_items(model, given))
         return self._listens
 
 
@@ -283,10 +283,10 @@ def sees_ahead(model: nn.Module, batch: Mapping[str, Any]) -> bool | None:
     Returns:
         None where nothing of the batch is padded, so that it cannot be told.
     """
-    bare: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    balances = getattr(
-        getattr(bare, "config", None), "router_aux_loss_coef", 0
-    )  # its auxiliary loss counts by the mask
+    adapted: Any = model
+    bare = adapted.get_base_model() if hasattr(model, "get_base_model") else adapted
+    # The auxiliary loss of a router counts by the mask.
+    balances = getattr(getattr(bare, "config", None), "router_aux_loss_coef", 0)
     if balances or auto_class_name(bare) != "AutoModelForCausalLM":
         return True
     lengths = row_lengths(batch)

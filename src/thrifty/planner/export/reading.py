@@ -46,6 +46,7 @@ def intent_of(plan: Plan) -> Intent:
     every = _checkpoint_every(model)
     optimizer, optim, settings = _optimizer(structure)
     group = _group(structure)
+    epsilon = group.get("eps")
     betas = group.get("betas") or (arguments["adam_beta1"], arguments["adam_beta2"])
     quantized, double = _quantization(structure)
     return Intent(
@@ -57,7 +58,7 @@ def intent_of(plan: Plan) -> Intent:
         compiled=bool(arguments["torch_compile"]), optimizer=optimizer, optimizer_settings=settings, optim=optim,
         learning_rate=float(group.get("lr") or arguments["learning_rate"]),
         weight_decay=float(arguments["weight_decay"]), betas=(float(betas[0]), float(betas[1])),
-        epsilon=float(group.get("eps") if isinstance(group.get("eps"), float) else arguments["adam_epsilon"]),
+        epsilon=float(epsilon if isinstance(epsilon, float) else arguments["adam_epsilon"]),
         max_grad_norm=float(arguments["max_grad_norm"] or 0.0),
         adapter=adapter, quantization=quantized, double_quantization=double,
         packing=any(method.name == "packing" for method in structure.recipe),
