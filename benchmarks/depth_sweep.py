@@ -71,8 +71,8 @@ def main(arguments: list[str] | None = None, *, runner: Any = None) -> int:
     from thrifty.report.files import to_json, write_atomic
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 36])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--depths", type=int, nargs="+", default=[4, 24])
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=128, help="validation samples")
     parser.add_argument("--learning-rate", type=float, default=RUN["learning_rate"])
