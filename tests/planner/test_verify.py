@@ -13,7 +13,8 @@ from thrifty.method import Phase
 from thrifty.planner.measure import measure
 from thrifty.planner.plan import estimate, plan
 from thrifty.planner.residuals import Residual, Residuals, forget_residuals, workload_key
-from thrifty.planner.structure import Structure, _crossed
+from thrifty.planner.periods import crossed
+from thrifty.planner.structure import Structure
 from thrifty.planner.verify import verified_plan
 from thrifty.planner.workload import Workload, make_workload
 from thrifty.recipe import Recipe
@@ -142,7 +143,7 @@ def test_cheaper_phases_make_the_mean_step_cheaper() -> None:
 def test_phases_of_two_methods_are_crossed() -> None:
     first = [Phase(steps=2, description="a", depth=0.5), Phase(steps=8, description="b")]
     second = [Phase(steps=5, description="c", length=0.25), Phase(steps=5, description="d")]
-    merged = _crossed(first, second)
+    merged = crossed(first, second)
     assert [(p.steps, p.depth, p.length) for p in merged] == [(2, 0.5, 0.25), (3, 1.0, 0.25), (5, 1.0, 1.0)]
     assert math.isclose(sum(p.steps for p in merged), 10)
 

@@ -14,7 +14,7 @@ from thrifty import tasks
 from thrifty.data.options import DataOptions
 from thrifty.data.sources import load_sources
 from thrifty.errors import InputError
-from thrifty.tasks.metrics import token_losses
+from thrifty.tasks.metrics import mean_losses, token_losses
 
 LLAMA = {
     "model_type": "llama",
@@ -200,3 +200,12 @@ def test_a_tokenizer_without_mask_token(text_file, tokenizer, tmp_path):
             model_config=BERT,
             tokenizer_name_or_path=str(tmp_path / "tokenizer"),
         )
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_logits_of_a_learnt_prompt_have_no_labels(shift):
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 6, 7), torch.randint(0, 7, (2, 6))
+    prompted = torch.cat([torch.randn(2, 3, 7), logits], dim=1)
+    assert torch.equal(mean_losses(prompted, labels, shift=shift), mean_losses(logits, labels, shift=shift))
+    assert torch.equal(token_losses(prompted, labels, shift=shift), token_losses(logits, labels, shift=shift))

@@ -43,7 +43,11 @@ def mean_losses(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool) -> t
 
 
 def _aligned(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields (S, V) and (S,) sample by sample, so that no float32 copy of a whole batch's logits is made."""
+    """Yields (S, V) and (S,) sample by sample, so that no float32 copy of a whole batch's logits is made.
+
+    Logits of a learnt prompt, which stand before those of the sample, have no labels.
+    """
+    logits = logits[:, logits.shape[1] - labels.shape[1] :]
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
     return zip(logits, labels, strict=True)
