@@ -83,7 +83,7 @@ def test_predicted_and_measured_agree_in_the_published_run() -> None:
     content["model_config"] |= small
     kinds: tuple[tuple[Any, ...], ...] = (
         (),
-        ({"chunked-cross-entropy": {"least_rows": 1}}, "gradient-checkpointing", "adamw-8bit"),
+        ({"chunked-cross-entropy": {"least_rows": 1}}, "gradient-checkpointing", "lion"),
     )
     for chosen in kinds:
         found = measure(Job(kind="memory", arm="x", run=content, methods=chosen, steps=3, threads=1, predict=True))

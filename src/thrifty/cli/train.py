@@ -24,6 +24,7 @@ def train(
     from thrifty.cli.arguments import quiet, split_arguments
 
     quiet()
+    import atexit
     import gc
 
     gc.disable()  # collections while a million objects of torch and transformers come into being find nothing
@@ -31,6 +32,7 @@ def train(
     from thrifty.config import load_config
 
     gc.freeze()  # and later ones need not walk them
+    atexit.register(gc.unfreeze)  # but the last one must, or libraries report their objects as leaked
     gc.enable()
     path, overrides = split_arguments(arguments or [])
     run.train(load_config(path, [*overrides, "resume=auto"] if resume else overrides))
