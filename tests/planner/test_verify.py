@@ -11,9 +11,9 @@ from thrifty.errors import InputError
 from thrifty.hardware.devices import get_device
 from thrifty.method import Phase
 from thrifty.planner.measure import measure
+from thrifty.planner.periods import crossed
 from thrifty.planner.plan import estimate, plan
 from thrifty.planner.residuals import Residual, Residuals, forget_residuals, workload_key
-from thrifty.planner.periods import crossed
 from thrifty.planner.structure import Structure
 from thrifty.planner.verify import verified_plan
 from thrifty.planner.workload import Workload, make_workload
