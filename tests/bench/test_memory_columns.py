@@ -75,16 +75,29 @@ def test_the_card_of_what_is_emulated_says_so_too() -> None:
             assert set(cls.spec.to_dict()["emulated"]) == {"cpu"}
 
 
-def test_predicted_and_measured_agree_in_the_published_run() -> None:
+SMALLER = ({"chunked-cross-entropy": {"least_rows": 1}}, "gradient-checkpointing")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param((), id="baseline"),
+        pytest.param((*SMALLER, "lion"), id="lion"),
+        pytest.param(
+            (*SMALLER, "adamw-8bit"),
+            id="adamw-8bit",
+            marks=pytest.mark.xfail(
+                raises=AssertionError, reason="predicted too low by a constant that is not explained yet"
+            ),
+        ),
+    ],
+)
+def test_predicted_and_measured_agree_in_the_published_run(chosen: tuple[Any, ...]) -> None:
     """The model of `benchmarks/runs/memory.yaml` with fewer and narrower blocks."""
     content, methods, name = read_run(str(RUN))
     assert (methods, name) == ([], "memory")
     small = {"hidden_size": 160, "num_hidden_layers": 2, "intermediate_size": 320, "num_key_value_heads": 5}
     content["model_config"] |= small
-    kinds: tuple[tuple[Any, ...], ...] = (
-        (),
-        ({"chunked-cross-entropy": {"least_rows": 1}}, "gradient-checkpointing", "lion"),
-    )
-    for chosen in kinds:
-        found = measure(Job(kind="memory", arm="x", run=content, methods=chosen, steps=3, threads=1, predict=True))
-        assert found.peak_bytes == pytest.approx(found.predicted_bytes, rel=0.02)
+    found = measure(Job(kind="memory", arm="x", run=content, methods=chosen, steps=3, threads=1, predict=True))
+    assert found.predicted_bytes is not None, found.not_predicted
+    assert found.peak_bytes == pytest.approx(found.predicted_bytes, rel=0.02)
