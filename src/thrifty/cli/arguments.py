@@ -5,8 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from typing import Annotated
+
+import typer
 
 from thrifty.errors import InputError
+
+Samples = Annotated[
+    int | None, typer.Option("--samples", help="Samples of the data set, to say how long the run takes.")
+]
+Epochs = Annotated[float | None, typer.Option("--epochs", help="Passes over them; default the run file's, or 3.")]
+MeanLength = Annotated[int | None, typer.Option("--mean-len", help="Mean tokens of a sample, where shorter.")]
 
 
 def split_arguments(words: Sequence[str]) -> tuple[str | None, list[str]]:

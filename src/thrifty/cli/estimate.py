@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thrifty.cli.arguments import Epochs, MeanLength, Samples
+
 if TYPE_CHECKING:
     from thrifty.planner.workload import Workload
 
@@ -29,13 +31,9 @@ def estimate(
     devices: Annotated[int, typer.Option("--devices", help="How many devices.")] = 1,
     sharding: Annotated[str | None, typer.Option("--sharding", help="ddp, zero1, zero2 or zero3.")] = None,
     memory: Annotated[str | None, typer.Option("--memory", help="Limit of one device, e.g. 24GiB.")] = None,
-    samples: Annotated[
-        int | None, typer.Option("--samples", help="Samples of the data set, to say how long the run takes.")
-    ] = None,
-    epochs: Annotated[
-        float | None, typer.Option("--epochs", help="Passes over them; default the run file's, or 3.")
-    ] = None,
-    mean_len: Annotated[int | None, typer.Option("--mean-len", help="Mean tokens of a sample, where shorter.")] = None,
+    samples: Samples = None,
+    epochs: Epochs = None,
+    mean_len: MeanLength = None,
     config: Annotated[str | None, typer.Option("--config", help="A run file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

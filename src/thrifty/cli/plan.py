@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thrifty.cli.arguments import Epochs, MeanLength, Samples
+
 if TYPE_CHECKING:
     from thrifty.planner.plan import Plan
     from thrifty.planner.workload import Workload
@@ -32,13 +34,9 @@ def plan(
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of the weights: float32, bfloat16, float16.")] = None,
     padded: Annotated[bool, typer.Option("--padded", help="Batches hold padding.")] = False,
     allow: Annotated[str, typer.Option("--allow", help="Methods or sections that may change the mathematics.")] = "",
-    samples: Annotated[
-        int | None, typer.Option("--samples", help="Samples of the data set, to say how long the run takes.")
-    ] = None,
-    epochs: Annotated[
-        float | None, typer.Option("--epochs", help="Passes over them; default the run file's, or 3.")
-    ] = None,
-    mean_len: Annotated[int | None, typer.Option("--mean-len", help="Mean tokens of a sample, where shorter.")] = None,
+    samples: Samples = None,
+    epochs: Epochs = None,
+    mean_len: MeanLength = None,
     export: Annotated[str | None, typer.Option("--export", help="Write the plan for another tool.")] = None,
     output: Annotated[str, typer.Option("--output", help="The folder for --export.")] = ".",
     write: Annotated[str | None, typer.Option("--write", help="Write a run file to train with.")] = None,
