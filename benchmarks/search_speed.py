@@ -89,7 +89,7 @@ def main() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     from thrifty.bench.result import circumstances
-    from thrifty.planner.structure import forget_compiled
+    from thrifty.planner.store import forget_compiled
 
     with tempfile.TemporaryDirectory() as folder, Memory() as memory:
         os.environ["THRIFTY_CACHE"] = folder

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+
+# A micro-batch that is worth offloading, and an image in it.
+_USUAL_TOKENS, _IMAGE_TOKENS = 4096, 197
 
 
 class _Replaced:
@@ -43,6 +46,24 @@ class SavedTensors:
         self.least = least
         self._known: dict[int, dict[Any, weakref.ref[_Replaced]]] = {}
         self._fixed: set[int] = set()
+        self._usual: tuple[int, int] | None = None
+
+    def count_as_usual(self, inputs: Mapping[str, Any]) -> None:
+        """For a dry run, whose shapes are not the run's: tensors are as large as they would be in a usual micro-batch.
+
+        So it depends on their width alone which are replaced, and neither on the batch nor on the length.
+        """
+        first = next(iter(inputs.values()))
+        self._usual = (first.shape[0], first.shape[1] if "input_ids" in inputs else _IMAGE_TOKENS)
+
+    def _elements(self, tensor: Tensor) -> float:
+        """Elements of a tensor, in a dry run those that a usual micro-batch of one sample would give it."""
+        if self._usual is None or not tensor.ndim:
+            return tensor.numel()
+        batch, tokens = self._usual
+        # What all samples share (angles of positions) does not grow with the batch.
+        samples = batch if tensor.shape[0] % batch == 0 else 1
+        return tensor.numel() / samples / tokens * _USUAL_TOKENS
 
     def store(self, tensor: Tensor) -> Any:
         """What is kept in place of a contiguous tensor."""
@@ -56,7 +77,7 @@ class SavedTensors:
         """Whether a tensor is replaced."""
         return (
             tensor.is_floating_point()
-            and tensor.numel() >= self.least
+            and self._elements(tensor) >= self.least
             and type(tensor) is not nn.Parameter
             and tensor.untyped_storage()._cdata not in self._fixed
         )

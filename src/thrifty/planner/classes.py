@@ -74,7 +74,7 @@ def compile_all(structures: Sequence[Structure], processes: int = 2) -> list[Com
     passes: dict[str, Structure] = {}
     for structure in structures:
         # In order: what several methods do together is quicker found once each of them is known.
-        if _has_key(structure) and not structure.is_stored():
+        if _has_key(structure) and not structure.is_answered():
             passes.setdefault(structure.key, structure)
     failed = {s.key: error for s, error in _in_parallel(passes, Structure.compile_pass, processes)}
     updates: dict[str, Structure] = {}

@@ -396,7 +396,8 @@ class Search:
 
     def choose(self) -> tuple[int | None, Estimate | None]:
         """The fastest row that fits, with its fragmentation simulated."""
-        fitting = [row for row in self.order().tolist() if self.total()[row] <= self.limit()]
+        order = self.order()
+        fitting = order[self.total()[order] <= self.limit()].tolist()
         failed: dict[tuple[int, int], int] = {}
         checked = 0
         for row in fitting:

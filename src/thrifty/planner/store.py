@@ -19,8 +19,28 @@ from thrifty.planner.program import Rows
 if TYPE_CHECKING:
     from thrifty.planner.memory import OptimizerModel, StepModel
     from thrifty.planner.program import Program
+    from thrifty.planner.replay import ClosedForm
 
 CACHE_FORMAT = 2
+PASSES: dict[str, StepModel] = {}
+"""Dry runs of micro-batches in this process, shared by classes that differ in the optimizer only."""
+UPDATES: dict[str, OptimizerModel | ClosedForm] = {}
+"""Dry runs of updates in this process, shared by classes with the same parameters."""
+_MOST_KEPT = 256
+
+
+def forget_compiled() -> None:
+    """Forgets the dry runs that this process holds; those on disk stay."""
+    PASSES.clear()
+    UPDATES.clear()
+
+
+def remember(known: dict[str, Any], key: str, value: Any) -> Any:
+    """Keeps `value` in one of the two above, where the oldest give way, and returns it."""
+    while len(known) >= _MOST_KEPT:
+        del known[next(iter(known))]
+    known[key] = value
+    return value
 
 
 def content_hash(content: list[Any]) -> str:

@@ -19,14 +19,18 @@ from thrifty.planner.periods import block_signature, common_units, crossed, peri
 from thrifty.planner.program import features
 from thrifty.planner.store import (
     CACHE_FORMAT,
+    PASSES,
+    UPDATES,
     cache_folder,
     content_hash,
     load_facts,
     load_step,
     load_update,
     own_version,
+    remember,
     save_step,
     save_update,
+    write,
 )
 
 if TYPE_CHECKING:
@@ -192,16 +196,25 @@ class Structure:
 
     def is_stored(self) -> bool:
         """Whether the dry run of the micro-batch is at hand."""
-        return self.key in _PASSES or self._pass_path.exists()
+        return self.key in PASSES or self._pass_path.exists()
+
+    def is_answered(self) -> bool:
+        """Whether the dry run of the micro-batch, or that there can be none, is known."""
+        return self.is_stored() or self._failure_path.exists()
 
     def update_is_stored(self, step: StepModel) -> bool:
         """Whether the dry run of the update is at hand, or none is needed."""
         key = self.update_key(step)
-        return self._closed_form is not None or key in _UPDATES or self._update_path(key).exists()
+        return self._closed_form is not None or key in UPDATES or self._update_path(key).exists()
 
     @property
     def _pass_path(self) -> Path:
         return cache_folder() / f"{self.key}.step"
+
+    @property
+    def _failure_path(self) -> Path:
+        """Why the class cannot be dry-run, so that the next search does not try again."""
+        return cache_folder() / f"{self.key}.no"
 
     def _update_path(self, key: str) -> Path:
         return cache_folder() / f"{key}.update"
@@ -209,32 +222,44 @@ class Structure:
     def compile_pass(self) -> StepModel:
         """Dry-runs a micro-batch, or reads an earlier dry run. Raises as `compile`."""
         from thrifty.planner.events import TraceMismatch
-        from thrifty.planner.fit import compile_step
 
         self.check_device()
-        if self.key in _PASSES:
-            return _PASSES[self.key]
+        if self.key in PASSES:
+            return PASSES[self.key]
+        if self._failure_path.exists():
+            raise self._no_dry_run(self._failure_path.read_text("utf-8"))
         if self._pass_path.exists():
             model = load_step(self._pass_path)
         else:
-            facts = [load_facts(part._pass_path) for part in self.parts]
-            known = [fact for fact in facts if fact is not None] if facts and None not in facts else []
-            step = self.step(known)
-            meta = True if known and all(fact["meta"] for fact in known) else None
             try:
-                try:
-                    model = compile_step(step, seq=self.workload.seq_len, meta=meta)
-                except (TraceMismatch, RuntimeError, TypeError, ValueError):
-                    # Blocks that share weights: only a middle one adds to a gradient that others will add to. And
-                    # what runs alone on `meta` may not run there together.
-                    step = dataclasses.replace(self.step(), least_blocks=3)
-                    model = compile_step(step, seq=self.workload.seq_len)
+                model = self._dry_run()
             except TraceMismatch as error:
-                raise InputError(
-                    f"cannot be dry-run with {self.names}: {error}", key="model", value=self.workload.name
-                ) from error
+                why = str(error)
+                write(lambda file: file.write_text(why, "utf-8"), self._failure_path)
+                raise self._no_dry_run(why) from error
             save_step(model, self._pass_path)
-        return _remember(_PASSES, self.key, model)
+        return remember(PASSES, self.key, model)
+
+    def _dry_run(self) -> StepModel:
+        """Runs the micro-batch on tensors without values, the cheapest way first."""
+        from thrifty.planner.events import TraceMismatch
+        from thrifty.planner.fit import compile_step
+
+        seq = self.workload.seq_len
+        facts = [load_facts(part._pass_path) for part in self.parts]
+        known = [fact for fact in facts if fact is not None] if facts and None not in facts else []
+        step = self.step(known)
+        meta = True if known and all(fact["meta"] for fact in known) else None
+        try:
+            return compile_step(step, seq=seq, meta=meta)
+        except (TraceMismatch, RuntimeError, TypeError, ValueError):
+            # Blocks that share weights: only a middle one adds to a gradient that others will add to. And what runs
+            # alone on `meta` may not run there together.
+            step = dataclasses.replace(self.step(), least_blocks=3)
+            return compile_step(step, seq=seq)
+
+    def _no_dry_run(self, why: str) -> InputError:
+        return InputError(f"cannot be dry-run with {self.names}: {why}", key="model", value=self.workload.name)
 
     @property
     def _closed_form(self) -> ClosedForm | None:
@@ -248,20 +273,20 @@ class Structure:
         if self._closed_form is not None:
             return self._closed_form
         key = self.update_key(step)
-        if key in _UPDATES:
-            return _UPDATES[key]
+        if key in UPDATES:
+            return UPDATES[key]
         path = self._update_path(key)
         if path.exists():
-            return _remember(_UPDATES, key, load_update(path))
+            return remember(UPDATES, key, load_update(path))
         try:
             model = compile_optimizer(self.step())
         except RuntimeError as error:
             # Reading a value of a fake tensor; the exception's class is private to torch.
             if type(error).__name__ != "DataDependentOutputException":
                 raise
-            return _remember(_UPDATES, key, measured_form(self.build_optimizer))
+            return remember(UPDATES, key, measured_form(self.build_optimizer))
         save_update(model, path)
-        return _remember(_UPDATES, key, model)
+        return remember(UPDATES, key, model)
 
     def check_device(self) -> None:
         """Refuses a precision that the device has no units for.
@@ -457,26 +482,8 @@ _PASS_ARGUMENTS = (
 _PASS_HOOKS = ("prepare_model", "wrap_loss", "wrap_training_step", "on_train_begin")
 _UPDATE_HOOKS = ("build_optimizer", "adjust_groups", "adjust_optimizer", "no_decay")
 _KWARGS, _ACCUMULATION = "checkpointing_kwargs", "gradient_accumulation_steps"
-_PASSES: dict[str, StepModel] = {}
-"""Compiled passes of this process, shared by classes that differ in the optimizer only."""
-_UPDATES: dict[str, OptimizerModel | ClosedForm] = {}
-"""Compiled updates of this process, shared by classes with the same parameters."""
 _OPTIMIZERS: dict[str, str] = {}
-_MOST_KEPT = 256
 _PLAIN: dict[type, Any] = {}
-
-
-def forget_compiled() -> None:
-    """Forgets the dry runs that this process holds; those on disk stay."""
-    _PASSES.clear()
-    _UPDATES.clear()
-
-
-def _remember(known: dict[str, Any], key: str, value: Any) -> Any:
-    while len(known) >= _MOST_KEPT:
-        del known[next(iter(known))]
-    known[key] = value
-    return value
 
 
 def _plain_arguments(cls: type) -> Any:

@@ -141,6 +141,8 @@ class ActivationOffload(Method):
 
         def offloaded(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
             host.begin()
+            if ctx.planning:
+                host.count_as_usual(inputs)
             with host.around(model):
                 return compute_loss(model, inputs, num_items_in_batch)
 

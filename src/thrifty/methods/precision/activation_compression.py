@@ -226,6 +226,7 @@ class ActivationCompression(Method):
                 # Three bits on average are as many tensors of two as of four.
                 compressed.table = [2, 4] * 4096 if average == 3 else None
                 compressed.begin(None)
+                compressed.count_as_usual(inputs)
             else:
                 seed = self._seed(ctx)
                 if adaptive and (not self.sensitivity or self._place == (ctx.step // self.refresh * self.refresh, 0)):
