@@ -457,7 +457,7 @@ class Structure:
         }
         model = step.prepared_model(counts)
         longest = 1
-        if any(getattr(block, "checkpoint_position", None) == "whole" for block in model.modules()):
+        if any(getattr(module, "traced_whole", False) for module in model.modules()):
             return dict(step.layers)  # what is done to a block depends on all of them: the full depth is traced
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and len(module) > 1:

@@ -120,10 +120,11 @@ class _Measured:
     output: int = 0
     sources: set[int] = field(default_factory=set)
 
-    def chain(self, costs: str, bandwidth: float) -> Chain:
+    def chain(self, costs: str, bandwidth: float, link: float | None) -> Chain:
         times = tuple(self.seconds if costs == "measured" else [max(f, 1.0) for f in self.flops])
         if costs != "measured":
-            bandwidth *= sum(self.seconds) / sum(times)  # bytes in the time of one operation
+            # Bytes in the time of one operation.
+            bandwidth = bandwidth * sum(self.seconds) / sum(times) if link is None else link
         sizes = (*self.inputs, self.output)
         return Chain(
             forward=times, backward=tuple(2 * t for t in times), inputs=sizes, saved=tuple(self.saved),
@@ -323,6 +324,7 @@ class ScheduledBlocks:
         costs: In what the function is given times: floating-point operations (`planned`: the same on all processes) or
             seconds (`measured`).
         bandwidth: Bytes a second to the host, for functions that offload.
+        link: In its place, with planned costs: bytes in the time of one floating-point operation.
         host: Where what a stage saved goes when the schedule sends it out (`SavedTensors`).
         meter: Counts the bytes of held and saved tensors.
         replan: Whether a batch larger than any before is measured again.
@@ -339,11 +341,12 @@ class ScheduledBlocks:
         *,
         costs: str = "planned",
         bandwidth: float = 0.0,
+        link: float | None = None,
         host: Any = None,
         meter: Meter | None = None,
         replan: bool = True,
     ) -> None:
-        self.replan = replan
+        self.replan, self.link = replan, link
         self.model, self.blocks, self.costs, self.bandwidth = model, list(blocks), costs, bandwidth
         self.host, self.meter = host, meter
         self.schedule: Schedule | None = None if callable(schedule) else schedule
@@ -375,7 +378,7 @@ class ScheduledBlocks:
             self.host.begin()
         if self._planner is not None:
             if self._measured is not None and self._measured.seconds:
-                self.chain = self._measured.chain(self.costs, self.bandwidth)
+                self.chain = self._measured.chain(self.costs, self.bandwidth, self.link)
                 self.schedule, self._measured = self._planner(self.chain), None
             if self.schedule is None or (self.replan and size > self._largest):
                 # A batch larger than any before: its costs are other ones.

@@ -262,10 +262,8 @@ class GradientCheckpointing(Method):
                 costs="planned" if planning else self.costs, size=size, replan=not planning,
             )  # fmt: skip
             self.checkpointed = len(self.scheduled.blocks)
-            for stack in in_order(model) if planning else ():
-                block: Any
-                for index, block in enumerate(stack):
-                    block.checkpoint_position = index % size if policy == "sqrt" and size else "whole"
+            if planning:
+                self._mark(model, size if policy == "sqrt" else None)
         elif self.policy == "k-of-l":
             self.checkpointed = checkpoint_some(model, self.k, side=self.side)
         else:
@@ -274,6 +272,13 @@ class GradientCheckpointing(Method):
 
                 enable_checkpointing(model, {"use_reentrant": False, "context_fn": keep_products_context})
             self.checkpointed = keep_every(model, self.every)
+
+    def _mark(self, model: Any, size: int | None) -> None:
+        """Tells a dry run how the blocks differ: by their place in a segment, or by what all of them need."""
+        model.traced_whole = size is None
+        for stack in in_order(model) if size is not None else ():
+            for index, block in enumerate(stack):
+                block.checkpoint_position = index % size
 
     def _full_size(self) -> int | None:
         """Blocks in a segment of the full model, where a dry run sees a shallower one."""

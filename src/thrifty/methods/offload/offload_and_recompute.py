@@ -31,6 +31,9 @@ from thrifty.methods.offload._joint import Plan, as_schedule, assess, joint
 from thrifty.methods.offload.activation_offload import HostActivations
 
 _PROBE_BYTES = 1 << 26
+# For a dry run: bytes that reach the host in the time of one operation, of an accelerator behind PCIe 4 and of a CPU.
+_LINK = {"cpu": 0.05}
+_USUAL_LINK = 2e-4
 
 
 def link_bandwidth(device: torch.device) -> float:
@@ -60,6 +63,7 @@ class OffloadedAndRecomputed:
         budget_bytes: The same in bytes.
         blocks: The blocks, from a tensor to a tensor; default the model's stacks of equal blocks.
         host: Where activations go.
+        link: For a dry run, in place of `bandwidth`: bytes in the time of one floating-point operation.
         meter: Counts the bytes that are kept on the device.
     """
 
@@ -72,6 +76,7 @@ class OffloadedAndRecomputed:
         budget_bytes: int | None = None,
         blocks: Sequence[nn.Module] | None = None,
         host: HostActivations | None = None,
+        link: float | None = None,
         meter: Any = None,
     ) -> None:
         if blocks is None:
@@ -81,8 +86,9 @@ class OffloadedAndRecomputed:
         self.plan: Plan | None = None
         self.host = host or HostActivations()
         self.scheduled = ScheduledBlocks(
-            model, blocks, self._decide, costs="measured", bandwidth=bandwidth, host=self.host, meter=meter
-        )
+            model, blocks, self._decide, costs="measured" if link is None else "planned", bandwidth=bandwidth,
+            link=link, host=self.host, meter=meter, replan=link is None,
+        )  # fmt: skip
 
     def _decide(self, chain: Chain) -> Schedule:
         length = len(chain)
@@ -167,11 +173,6 @@ class OffloadAndRecompute(Method):
                 f"{len(find_blocks(model))}",
                 fix="use gradient-checkpointing with the policy optimal, or activation-offload",
             )
-        if ctx.planning:
-            raise NotApplicable(
-                "offload-and-recompute: what it does depends on times that only a real step tells",
-                fix="plan with gradient-checkpointing: {policy: optimal}, which needs as little memory",
-            )
         return model
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
@@ -180,9 +181,21 @@ class OffloadAndRecompute(Method):
     def on_replace(self, model: nn.Module, parameter_map: Any, ctx: Any) -> None:
         self._start(model)
 
+    @property
+    def warms_up(self) -> bool:
+        return True
+
     def _start(self, model: nn.Module) -> None:
         if self.running is not None and self.running.scheduled.model is model:
             self.running.remove()
+        if self.ctx.planning:
+            link = 0.0 if self.bandwidth == 0 else _LINK.get(self.ctx.device_kind, _USUAL_LINK)
+            self.running = OffloadedAndRecomputed(
+                model, 0.0, budget=self.budget, budget_bytes=self.budget_bytes, link=link,
+                host=HostActivations(self.least, forget=self.ctx.device_kind != "cpu"),
+            )  # fmt: skip
+            model.traced_whole = True  # type: ignore[assignment]  # a block's part depends on all of them
+            return
         bandwidth = link_bandwidth(self.ctx.device) if self.bandwidth is None else self.bandwidth * 1e9
         self.running = OffloadedAndRecomputed(
             model, bandwidth, budget=self.budget, budget_bytes=self.budget_bytes, host=HostActivations(self.least)

@@ -80,15 +80,8 @@ class PrefixTuning(VirtualTokens):
         )
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> PeftModel:
-        if ctx.planning:
-            # One tensor holds the prefixes of all layers; a dry run of few layers cannot tell how it grows.
-            raise NotApplicable(
-                "prefix-tuning: cannot be dry-run, since one tensor holds the keys and values of all layers",
-                key="methods",
-                value="prefix-tuning",
-                fix="plan prompt-tuning with as many tokens: it needs a little more",
-            )
         prefixed = super().prepare_model(model, ctx)
+        prefixed.traced_whole = True  # type: ignore[assignment]  # one tensor holds the prefixes of all layers
         if self.projection:
             self._encoder = prefixed.prompt_encoder[str(prefixed.active_adapter)]
             self._encoder.embedding.register_load_state_dict_pre_hook(_keep_narrow_weight)  # type: ignore[union-attr]
