@@ -72,6 +72,7 @@ MEMORY_VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gradient-checkpointing", {"policy": "milp"}),
     *(("activation-compression", {"least": 64, "level": level}) for level in ("L1", "L1.1", "L1.2", "actnn", "mesa")),
     ("bf16-pure", {"rounding": "stochastic"}),
+    ("compile", {}),  # with the compiler's own kernels
     ("chunked-cross-entropy", {"chunks": 4, "least_rows": 1}),
     ("lora", {"target_modules": "all-linear", "r": 4}),
 ]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from thrifty.planner.measure import living_storages
+from thrifty.planner.measure import AllocationLog
 
 
 class PeakMemory(TrainerCallback):
     """Records the highest memory of any step but the first, in which nothing has its final size yet.
 
-    On a processor every step is profiled: what lives when it begins (weights, optimizer state, the methods' own
-    tensors, the batch), plus the highest sum of the allocations and frees in it. So it must not time steps as well.
+    On a processor all steps are profiled, so it must not time them as well.
 
     Args:
         device: Where the run is.
@@ -26,34 +23,32 @@ class PeakMemory(TrainerCallback):
 
     def __init__(self, device: torch.device, before: Mapping[int, int] | None = None) -> None:
         self.device = device
-        self._before = before or {}
         self.peak: int | None = None
-        self._base = 0
-        self._profile: torch.profiler.profile | None = None
+        self._log = AllocationLog(before or {}) if device.type == "cpu" else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.device.type != "cpu" or state.global_step == 0:
-            return
-        gc.collect()
-        self._base = sum(size for key, size in living_storages().items() if key not in self._before)
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        self._profile.__enter__()
+        if self._log is not None and state.global_step == 0:
+            self._log.open()
+        elif self._log is not None:
+            self._log.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._profile is not None:
-            from thrifty.planner._private import profiled_allocations
-
-            self._profile.__exit__(None, None, None)
-            changes = profiled_allocations(self._profile)
-            self._profile = None
-            self._note(self._base + max(0, int(np.cumsum(changes).max(initial=0))))
-        elif self.device.type == "cuda" and state.global_step > 0:
+        if state.global_step < 2:
+            return
+        if self._log is not None:
+            self._log.end_step()
+        elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._note(torch.cuda.max_memory_allocated(self.device))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._log is not None:
+            for peak in self._log.close():
+                self._note(peak)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.device.type == "cuda":

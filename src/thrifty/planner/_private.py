@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._device import _device_constructors as device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
@@ -28,14 +28,40 @@ __all__ = [
     "device_constructors",
     "fake_empty",
     "flop_registry",
+    "no_modes",
+    "partitioned",
     "profiled_allocations",
     "real_masks",
     "real_tensors",
     "run_backward",
     "storage_key",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
 ]
+
+no_modes = _disable_current_modes
+"""Suspends what watches dispatched operations; fake tensors stay fake."""
+
+
+def partitioned(function: Callable[..., Any], runner: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` as the compiler's default back end divides it into a forward and a backward graph.
+
+    Args:
+        function: Of tensors, in lists and tuples; traced for the shapes of its first call.
+        runner: Makes of a graph and its inputs what runs it.
+    """
+    from functools import partial
+
+    from functorch.compile import aot_function, min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_function(
+        function, fw_compiler=runner, bw_compiler=runner, inference_compiler=runner,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table(),
+    )  # fmt: skip
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -147,6 +173,11 @@ def canary() -> list[str]:
         check(first == "padding_mask", f"masking_utils.{name} now takes {first!r} first")
     check(hasattr(masking_utils, "is_tracing"), "masking_utils.is_tracing is gone")
     check(len(flop_registry) > 0, "torch.utils.flop_counter.flop_registry is empty")
+    try:
+        traced = partitioned(lambda x: (x.exp() * 2).sum(), lambda graph, inputs: graph)
+        traced(torch.ones(2, requires_grad=True)).backward()
+    except (ImportError, TypeError, AttributeError) as moved:
+        check(False, f"the partitioner of torch.compile is called otherwise: {moved}")
     with FakeTensorMode():
         weight = torch.ones(2, requires_grad=True)
         check(isinstance(weight, FakeTensor), "FakeTensorMode no longer makes FakeTensor")

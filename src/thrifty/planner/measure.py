@@ -62,14 +62,14 @@ def measure(
         accumulation: Micro-batches a step; None where a method says how many, else 1.
         device: `cpu` or `cuda`.
         steps: How many steps are timed.
-        memory: Whether to record the peak too; on a CPU this takes one step more, under the profiler.
+        memory: Whether to record the peak too; on a CPU this takes two steps more, under the profiler.
 
     Raises:
         InputError: The device is not here, or a method does not apply.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("no CUDA device is present", key="device", value=device, fix="measure on the machine itself")
-    total = WARM_UP + steps + (1 if memory and device == "cpu" else 0)
+    total = WARM_UP + steps + (2 if memory and device == "cpu" else 0)
     # One step's samples more than are trained: the loader reads ahead.
     samples = _RandomSamples(workload, micro_batch * (accumulation or _MOST_ACCUMULATED) * (total + 1))
     with tempfile.TemporaryDirectory() as folder:
@@ -178,26 +178,22 @@ class _Probe(TrainerCallback):
     """Times steps, and on a CPU records the last one's allocations."""
 
     def __init__(self, device: str, steps: int, memory: bool, before: dict[int, int]) -> None:
-        self.device, self.timed, self.memory, self.before = device, steps, memory, before
-        self.profiled = memory and device == "cpu"
+        self.device, self.timed, self.memory = device, steps, memory
+        self.log = AllocationLog(before) if memory and device == "cpu" else None
         self.seconds: list[float] = []
         self.peak: int | None = None
         self.reserved: int | None = None
         self._begun = 0.0
-        self._base = 0
-        self._profile: torch.profiler.profile | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
             if state.global_step == WARM_UP:
                 torch.cuda.reset_peak_memory_stats()
-        if self.profiled and state.global_step == WARM_UP + self.timed:
-            gc.collect()
-            self._base = sum(size for key, size in living_storages().items() if key not in self.before)
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
-            self._profile.__enter__()
+        if self.log is not None and state.global_step == WARM_UP + self.timed:
+            self.log.open()
+        elif self.log is not None and state.global_step == WARM_UP + self.timed + 1:
+            self.log.begin_step()
         self._begun = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
@@ -206,13 +202,9 @@ class _Probe(TrainerCallback):
         done = state.global_step
         if WARM_UP < done <= WARM_UP + self.timed:
             self.seconds.append(time.perf_counter() - self._begun)
-        if self._profile is not None:
-            from thrifty.planner._private import profiled_allocations
-
-            self._profile.__exit__(None, None, None)
-            changes = profiled_allocations(self._profile)
-            self.peak = self._base + max(0, int(np.cumsum(changes).max(initial=0)))
-            self._profile = None
+        if self.log is not None and done == WARM_UP + self.timed + 2:
+            self.log.end_step()
+            self.peak = self.log.close()[0]
         if self.device == "cuda" and self.memory and done == WARM_UP + self.timed:
             self.peak = torch.cuda.max_memory_allocated()
             self.reserved = torch.cuda.max_memory_reserved()
@@ -224,6 +216,55 @@ class _Probe(TrainerCallback):
             step_seconds=statistics.median(self.seconds) if self.seconds else None,
             step_seconds_all=tuple(self.seconds),
         )
+
+
+class AllocationLog:
+    """The peak memory of steps on a CPU, by the allocator's own events.
+
+    The profiler does not see the end of what began before it, so it is opened a step before the first that counts:
+    what that one replaces (the codes of a quantised state) was then allocated under its eyes.
+
+    Args:
+        before: What `living_storages` found before the run began: constants of libraries are not the run's.
+    """
+
+    def __init__(self, before: Mapping[int, int]) -> None:
+        self._before = before
+        self._bases: list[int] = []
+        self._profile: torch.profiler.profile | None = None
+
+    def open(self) -> None:
+        """Starts to record."""
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+
+    def begin_step(self) -> None:
+        """A step begins with what lives now: weights, optimizer state, the methods' own tensors, the batch."""
+        gc.collect()
+        self._bases.append(sum(size for key, size in living_storages().items() if key not in self._before))
+        torch.empty(_BEGINS, dtype=torch.uint8)
+
+    def end_step(self) -> None:
+        """The step is over."""
+        torch.empty(_ENDS, dtype=torch.uint8)
+
+    def close(self) -> list[int]:
+        """Stops to record; returns the highest bytes of each step."""
+        from thrifty.planner._private import profiled_allocations
+
+        assert self._profile is not None
+        self._profile.__exit__(None, None, None)
+        changes = np.array(profiled_allocations(self._profile), np.int64)
+        self._profile = None
+        begins, ends = (np.flatnonzero(changes == size) for size in (_BEGINS, _ENDS))
+        return [
+            base + max(0, int(np.cumsum(changes[begin + 2 : end]).max(initial=0)))
+            for base, begin, end in zip(self._bases, begins.tolist(), ends.tolist(), strict=True)
+        ]
+
+
+# Bytes of tensors that nothing else has the size of: they mark places among the events.
+_BEGINS, _ENDS = 48_611, 48_619
 
 
 def living_storages() -> dict[int, int]:

@@ -108,7 +108,7 @@ class TimeModel:
         """
         ops = np.atleast_2d(ops)
         names, phases, counts = ops["name"][0], ops["phase"][0], ops["count"][0]
-        pointwise = np.array([fused and short_name(n) in _POINTWISE for n in names], bool)
+        pointwise = np.array([fused and short_name(n) in POINTWISE for n in names], bool)
         each = self.kernels(ops, pointwise) * counts
         kernel = each.sum(-1)
         # A fused chain of about four operations is one launch.
@@ -201,7 +201,7 @@ def short_name(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-_POINTWISE = {
+POINTWISE = {
     "add", "sub", "mul", "div", "neg", "pow", "exp", "tanh", "rsqrt", "sqrt", "sigmoid", "silu", "gelu", "relu",
     "cos", "sin",
     "where", "masked_fill", "_to_copy", "copy_", "clone", "add_", "mul_", "div_", "sub_", "silu_backward",

@@ -6,7 +6,9 @@ frees is that of the real step, since the very same Python and C++ code decides 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +71,18 @@ class Trace:
 
 
 _MEMO = Memo()
+_hidden = False
+
+
+@contextlib.contextmanager
+def unmaterialised() -> Iterator[None]:
+    """What operations inside make never reaches memory: a fused kernel keeps it to itself."""
+    global _hidden
+    before, _hidden = _hidden, True
+    try:
+        yield
+    finally:
+        _hidden = before
 
 
 @dataclass
@@ -164,6 +178,8 @@ class Recorder(TorchDispatchMode):
         if record is not None:
             self._write(OP, len(self.ops))
             self.ops.append(record)
+        if _hidden:
+            return out
         source = record[0] if record is not None else str(func)
         if isinstance(out, torch.Tensor):
             self.track(out, source)

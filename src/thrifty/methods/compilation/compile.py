@@ -27,6 +27,8 @@ from thrifty.errors import InputError, did_you_mean
 from thrifty.method import Batch, Method, NotApplicable, Paper, TrainingData, register
 
 IGNORED = -100
+PARTITIONING = ("inductor", "aot_eager_decomp_partition")
+"""Back ends that decide what the backward pass finds and what it computes again."""
 
 
 def compile_in_training(
@@ -234,6 +236,10 @@ class Compile(Method):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         if self._planning:
+            if self.backend in PARTITIONING:
+                from thrifty.planner.regions import compile_regions
+
+                compile_regions(_targets(kw["model"], "blocks"))
             return
         # Beyond its limit dynamo would go on uncompiled with a warning.
         config = torch._dynamo.config

@@ -84,12 +84,9 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # The halves change places in one copy, and their signs are the sines'.
     half = x.shape[-1] // 2
-    out = x * cos
-    first, second = out.split((half, half), dim=-1)
-    first.addcmul_(x[..., half:], sin[..., :half], value=-1)
-    second.addcmul_(x[..., :half], sin[..., half:])
-    return out
+    return (x * cos).addcmul_(x.roll(half, -1), sin)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -102,7 +99,9 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
         sin: The sines. Neither gets a gradient.
         unsqueeze_dim: Where the axis of the heads is.
     """
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    half = sin.shape[-1] // 2
+    signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+    cos, sin = cos.unsqueeze(unsqueeze_dim), signed.unsqueeze(unsqueeze_dim)
     made: Any = (_Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin))
     return made
 

@@ -7,7 +7,7 @@ between this form, which runs anywhere, and the libraries' kernels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from thrifty.errors import NotApplicable
 from thrifty.method import Method
-from thrifty.methods.optimizers._adam import ByParameter, adam_direction
+from thrifty.methods.optimizers._adam import ByParameter, adam_direction, adamw_step
 from thrifty.methods.optimizers._groups import refuse_sharding, split
 
 Implementation = Literal["auto", "library", "torch"]
+PIECE = 2**18
+"""Elements whose states are in float32 at a time."""
 
 
 @functools.cache
@@ -104,7 +106,8 @@ class Codec:
         else:
             if self.bits == 4:
                 codes = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)
-            values = self.book(signed, codes.device)[codes.int()]
+            # Plain indexing would make a copy of the codes in 64 bits.
+            values = self.book(signed, codes.device).index_select(0, codes.int().flatten()).view(codes.shape)
         return (values * scale[:, None]).flatten()[: shape.numel()].view(shape)
 
 
@@ -126,17 +129,40 @@ class QuantisedOptimizer(ByParameter):
         """Are this parameter's states stored in few bits?"""
         return bool(group["quantise"]) and p.numel() >= self.min_size
 
-    def read(self, p: Tensor, key: str, signed: bool) -> Tensor:
-        """A state in float32; zeros before the first step."""
-        state = self.state[p]
-        if f"{key}_codes" not in state:
-            return torch.zeros_like(p, dtype=torch.float32)
-        return self.codec.decode(state[f"{key}_codes"], state[f"{key}_scale"], p.shape, signed)
+    def pieces(
+        self, p: Tensor, gradient: Tensor, signed: dict[str, bool]
+    ) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Walks through a parameter, so that what is computed in float32 is small, whatever the parameter's size.
 
-    def write(self, p: Tensor, key: str, value: Tensor, signed: bool) -> None:
-        """Stores a state."""
-        state = self.state[p]
-        state[f"{key}_codes"], state[f"{key}_scale"] = self.codec.encode(value, signed)
+        Args:
+            p: The parameter.
+            gradient: Its gradient.
+            signed: The names of its quantised states, and whether each has a sign.
+
+        Yields:
+            A piece of the flat weights, to be changed in place; its gradient in float32; its states in float32, which
+            are stored as they are when the next piece is asked for.
+        """
+        state, block, size = self.state[p], self.codec.block, p.numel()
+        blocks = -(-size // block)
+        for key in signed:
+            if f"{key}_codes" not in state:
+                shape = (blocks, block * self.codec.bits // 8)
+                state[f"{key}_codes"] = torch.zeros(shape, dtype=torch.uint8, device=p.device)
+                state[f"{key}_scale"] = torch.zeros(blocks, device=p.device)
+        flat, gradients = p.reshape(-1), gradient.reshape(-1)
+        rows = max(1, PIECE // block)
+        for start in range(0, blocks, rows):
+            part, some = slice(start * block, min((start + rows) * block, size)), slice(start, start + rows)
+            weights = flat[part]
+            stored = {key: (state[f"{key}_codes"][some], state[f"{key}_scale"][some]) for key in signed}
+            values = {k: self.codec.decode(*both, weights.shape, signed[k]) for k, both in stored.items()}
+            yield weights, gradients[part].float(), values
+            for key, (codes, scale) in stored.items():
+                for place, new in zip((codes, scale), self.codec.encode(values.pop(key), signed[key]), strict=True):
+                    place.copy_(new)
+        if not p.is_contiguous():
+            p.copy_(flat.view(p.shape))  # its memory has gaps, and the flat form was a copy
 
 
 class QuantisedAdamW(QuantisedOptimizer):
@@ -167,22 +193,14 @@ class QuantisedAdamW(QuantisedOptimizer):
         super().__init__(params, codec, min_size, defaults)
 
     def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
-        gradient = gradient.float()
-        stored = self.state[p]
-        state: dict[str, Any] = stored
-        quantised = self.is_quantised(p, group)
-        if quantised:
-            state = {
-                "step": stored.get("step", 0),
-                "exp_avg": self.read(p, "exp_avg", True),
-                "exp_avg_sq": self.read(p, "exp_avg_sq", False),
-            }
-        direction = adam_direction(state, gradient, group["betas"], group["eps"])
-        p.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction.to(p.dtype), alpha=-group["lr"])
-        if quantised:
-            stored["step"] = state["step"]
-            self.write(p, "exp_avg", state["exp_avg"], True)
-            self.write(p, "exp_avg_sq", state["exp_avg_sq"], False)
+        if not self.is_quantised(p, group):
+            adamw_step(p, gradient.float(), self.state[p], group)
+            return
+        step, decay = self.state[p].get("step", 0), 1 - group["lr"] * group["weight_decay"]
+        for weights, part, values in self.pieces(p, gradient, {"exp_avg": True, "exp_avg_sq": False}):
+            direction = adam_direction({"step": step, **values}, part, group["betas"], group["eps"])
+            weights.mul_(decay).add_(direction.to(p.dtype), alpha=-group["lr"])
+        self.state[p]["step"] = step + 1
 
 
 class QuantisedLion(QuantisedOptimizer):
@@ -201,17 +219,18 @@ class QuantisedLion(QuantisedOptimizer):
         super().__init__(params, codec, min_size, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
-        gradient, state, (beta1, beta2) = gradient.float(), self.state[p], group["betas"]
-        quantised = self.is_quantised(p, group)
-        if quantised:
-            momentum = self.read(p, "exp_avg", True)
-        else:
-            momentum = state.setdefault("exp_avg", torch.zeros_like(p, dtype=torch.float32))
+        if self.is_quantised(p, group):
+            for weights, part, values in self.pieces(p, gradient, {"exp_avg": True}):
+                self._lion(weights, part, values["exp_avg"], group)
+            return
+        momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p, dtype=torch.float32))
+        self._lion(p, gradient.float(), momentum, group)
+
+    def _lion(self, weights: Tensor, gradient: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
         sign = momentum.lerp(gradient, 1 - beta1).sign_()
-        p.mul_(1 - group["lr"] * group["weight_decay"]).add_(sign.to(p.dtype), alpha=-group["lr"])
+        weights.mul_(1 - group["lr"] * group["weight_decay"]).add_(sign.to(weights.dtype), alpha=-group["lr"])
         momentum.lerp_(gradient, 1 - beta2)
-        if quantised:
-            self.write(p, "exp_avg", momentum, True)
 
 
 @dataclass(kw_only=True)

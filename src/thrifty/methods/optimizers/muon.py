@@ -87,6 +87,7 @@ class MuonWithAdamW(ByParameter):
             for which AdamW's learning rate fits.
         products: The data type of Newton-Schulz's products; None is what `orthogonalise` takes, and a function is
             asked for each shape and device.
+        ns_steps: Newton-Schulz steps.
     """
 
     def __init__(
@@ -99,8 +100,9 @@ class MuonWithAdamW(ByParameter):
         weight_decay: float = 0.0,
         scale: str = "original",
         products: torch.dtype | Callable[[torch.Size, torch.device], torch.dtype] | None = None,
+        ns_steps: int = 5,
     ) -> None:
-        self.scale, self.products = scale, products
+        self.scale, self.products, self.ns_steps = scale, products, ns_steps
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -130,17 +132,23 @@ class MuonWithAdamW(ByParameter):
         adamw_step(p, gradient, self.state[p], group)
 
     def _muon(self, group: dict[str, Any], present: list[tuple[int, Tensor]]) -> None:
-        pieces: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
-        for index, p in present:
-            gradient: Any = p.grad
-            state = self.state[p]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p)
-            buffer = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-            p.mul_(1 - group["lr"] * group["weight_decay"])
+        if not present:
+            return
+        weights = [p for _, p in present]
+        gradients: list[Any] = [p.grad for p in weights]
+        for p in weights:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in weights]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        pieces: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
+        for (index, p), gradient, buffer in zip(present, gradients, buffers, strict=True):
             dim, number = (group["parts"][index] if group["parts"] else None) or (0, 1)
             inputs_first = bool(group["transposed"] and group["transposed"][index])
-            for parts in zip(*(whole.chunk(number, dim) for whole in (p, gradient, buffer)), strict=True):
+            whole = (p, gradient, buffer)
+            for parts in [whole] if number == 1 else zip(*(t.chunk(number, dim) for t in whole), strict=True):
                 key = (parts[0].shape, p.dtype, p.device, inputs_first)
                 pieces.setdefault(key, []).append(parts)
         for (shape, _, device, inputs_first), equal in pieces.items():
@@ -148,10 +156,11 @@ class MuonWithAdamW(ByParameter):
             size = max(1, BATCHED_NUMBERS // shape.numel())
             for start in range(0, len(equal), size):
                 some = equal[start : start + size]
-                look_ahead = torch.stack([gradient.lerp(buffer, group["momentum"]) for _, gradient, buffer in some])
-                made = self._scaled(orthogonalise(look_ahead, dtype=dtype), inputs_first)
-                for (target, _, _), update in zip(some, made, strict=True):
-                    target.add_(update.to(target.dtype), alpha=-group["lr"])
+                targets, gradients, buffers = (list(column) for column in zip(*some, strict=True))
+                look_ahead = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+                made = self._scaled(orthogonalise(look_ahead, self.ns_steps, dtype), inputs_first)
+                updates = list(made.to(targets[0].dtype).unbind())
+                torch._foreach_add_(targets, updates, alpha=-group["lr"])
 
     def _scaled(self, update: Tensor, transposed: bool) -> Tensor:
         outputs, inputs = reversed(update.shape[-2:]) if transposed else update.shape[-2:]
@@ -214,8 +223,14 @@ class Muon(Method):
     """Momentum of the matrices."""
     scale: Literal["original", "match_rms"] = "original"
     """How the size of an update depends on the shape of its matrix."""
+    ns_steps: int = 5
+    """Newton-Schulz steps: fewer are cheaper, and leave the update further from orthogonal."""
     products: Literal["auto", "float32", "bfloat16"] = "auto"
     """What Newton-Schulz's products run in; auto is bfloat16 where the device has units for it."""
+
+    def __post_init__(self) -> None:
+        if self.ns_steps < 1:
+            raise ValueError(f"ns_steps must be at least 1, got {self.ns_steps}")
 
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
         refuse_sharding("muon", args)
@@ -236,4 +251,5 @@ class Muon(Method):
             eps=ctx.args.adam_epsilon,
             scale=self.scale,
             products=products_for if self.products == "auto" else getattr(torch, self.products),
+            ns_steps=self.ns_steps,
         )

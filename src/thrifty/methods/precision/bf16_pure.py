@@ -104,20 +104,23 @@ class PreciseUpdates:
 
     def _update(self, optimizer: Any, number: int, group: dict[str, Any], indices: list[int]) -> None:
         weights = [group["params"][i] for i in indices]
+        states = [optimizer.state.pop(p, {}) for p in weights]
+        lost = [state.pop("compensation", None) for state in states]
+        values, gradients = _in_float32(weights), _in_float32([p.grad for p in weights])
+        known = [(value, part) for value, part in zip(values, lost, strict=True) if part is not None]
+        if known:
+            torch._foreach_add_(*(list(column) for column in zip(*known, strict=True)))
         copies = []
-        for p in weights:
-            state = optimizer.state.pop(p, {})
-            lost = state.pop("compensation", None)
-            copy = nn.Parameter(p.float() if lost is None else p.float() + lost.float())
-            copy.grad = p.grad.float()
-            p.grad = None
+        for p, value, gradient, state in zip(weights, values, gradients, states, strict=True):
+            copy = nn.Parameter(value)
+            copy.grad, p.grad = gradient, None
             if state:
                 optimizer.state[copy] = state
-            copies.append((copy, lost))
+            copies.append(copy)
         whole = len(group["params"])
         # Some optimizers (Muon) have settings for each parameter of a group.
         part = {k: [v[i] for i in indices] if isinstance(v, list) and len(v) == whole else v for k, v in group.items()}
-        optimizer.param_groups = [{**part, "params": [copy for copy, _ in copies]}]
+        optimizer.param_groups = [{**part, "params": copies}]
         before = {k: v for k, v in part.items() if k != "params"}
         type(optimizer).step(optimizer)
         if any(v is not before[k] and v != before[k] for k, v in optimizer.param_groups[0].items() if k in before):
@@ -125,14 +128,18 @@ class PreciseUpdates:
                 f"bf16-pure: {type(optimizer).__name__} counts its steps for all parameters together",
                 fix="use adamw, or bf16 in place of bf16-pure",
             )
-        for index, p, (copy, lost) in zip(indices, weights, copies, strict=True):
-            state = optimizer.state.pop(copy, {})
+        states = [optimizer.state.pop(copy, {}) for copy in copies]
+        values = [copy.data for copy in copies]
+        if self.rounding == "kahan":
+            lost = [torch.empty_like(p) if part is None else part for p, part in zip(weights, lost, strict=True)]
+            torch._foreach_copy_(weights, values)
+            torch._foreach_sub_(values, weights)
+            torch._foreach_copy_(lost, values)
+        for index, p, value, part, state in zip(indices, weights, values, lost, states, strict=True):
             if self.rounding == "kahan":
-                p.copy_(copy)
-                lost = torch.empty_like(p) if lost is None else lost
-                state["compensation"] = lost.copy_(copy - p.float())
+                state["compensation"] = part
             else:
-                p.copy_(round_stochastically(copy, self._generator(state, p, number, index)))
+                p.copy_(round_stochastically(value, self._generator(state, p, number, index)))
             optimizer.state[p] = state
 
     def _generator(self, state: dict[str, Any], p: Tensor, group: int, index: int) -> torch.Generator | None:
@@ -155,6 +162,12 @@ class PreciseUpdates:
                 if isinstance(value, Tensor) and isinstance(present, Tensor) and present.dtype != value.dtype:
                     optimizer.state[order[index]][key] = value.to(present.device, copy=True)
         self._saved = {}
+
+
+def _in_float32(tensors: list[Any]) -> list[Tensor]:
+    copies = [torch.empty_like(t, dtype=torch.float32) for t in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
 
 
 def _pieces(parameters: list[Tensor]) -> Iterator[list[int]]:
