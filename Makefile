@@ -35,7 +35,7 @@ soak: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	set -e; for script in published search_speed guard_overhead bench_can_tell regret \
-	    overhead start_up saving utilisation; do \
+	    overhead start_up saving utilisation recipes; do \
 	  echo "$$script"; $(BIN)/python benchmarks/$$script.py; done
 	$(BIN)/python benchmarks/fine_tuning.py --quick
 	$(BIN)/python benchmarks/time_to_loss.py --quick

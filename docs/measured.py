@@ -309,6 +309,31 @@ def fine_tuning(result: dict[str, Any]) -> list[str]:
     return lines[:-1]
 
 
+def recipe_rows(result: dict[str, Any]) -> list[str]:
+    """What each recipe's methods buy at a small size."""
+    machine = result["machine"]
+    lines = [
+        "## Recipes", "",
+        f"Each recipe at a small size on {machine['processor']}, threads: {machine['threads']}, against the same run "
+        f"without its methods and its precision: {result['rounds']} rounds of {result['steps']} steps in turns; in "
+        "brackets the lowest and the highest ratio. A packed row is full where a padded one is as long as its longest "
+        "sample, so that packing takes more memory at the same number of rows.", "",
+        "| recipe | methods | tokens/s | speed over plain | peak memory | of plain |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, row in result["rows"].items():
+        if row["reason"] is not None:
+            lines.append(f"| `{name}` | | {row['reason']} | | | |")
+            continue
+        methods = [next(iter(m)) if isinstance(m, dict) else m for m in row["methods"]]
+        speed, peaks = row["speed"], row["peak_bytes"]
+        lines.append(
+            f"| `{name}` | {', '.join(methods) or 'none'} | {row['tokens_per_second']['recipe']:,.0f} | "
+            f"{speed['median']:.2f} ({speed['low']:.2f} to {speed['high']:.2f}) | {peaks['recipe'] / 2**20:,.0f} MiB | "
+            f"{peaks['recipe'] / peaks['plain']:.2f} |"
+        )
+    return lines
+
+
 def between(value: dict[str, Any] | None, digits: int = 2) -> str:
     """A median with its interval."""
     if value is None:
@@ -334,6 +359,7 @@ SPEED = {
     "start-up": start_up,
     "saving": saving,
     "utilisation": utilisation,
+    "recipes": recipe_rows,
 }
 
 
