@@ -55,7 +55,7 @@ HERE = Path(__file__).parent
 # What the rows call things, in the planner's words.
 MODELS = {"phi-1.5 (1.3B)": "phi-1.5"}
 OPTIMS = {"adamw": "adamw_torch", "adafactor": "adafactor", "adam8bit": "adamw_bnb_8bit", "adamw8bit": "adamw_bnb_8bit"}
-# Parts of the column `other`, as methods. The activations that torch.compile no longer keeps cannot be traced.
+# Parts of the column `other`, as methods.
 METHODS = {
     "compile": "compile",
     "chunked cross-entropy": "chunked-cross-entropy",

@@ -4,9 +4,9 @@
 
 The model is small and the data is of the recipe's kind: the embedded text, instructions of unequal lengths, the digits.
 Both rows share model, data, batch size and steps. `plain` has neither the recipe's methods nor its precision: what
-transformers' defaults do. They take turns for the speed, and each is run once more, alone, for its peak memory: packed rows are full where padded ones
-are as long as their longest sample, so that packing shows there as more. What a
-recipe promises at its own size (a 7B model on 24 GB) is what `thrifty plan` says of it, not this table. The row of
+transformers' defaults do. They take turns for the speed, and each is run once more, alone, for its peak memory: packed
+rows are full where padded ones are as long as their longest sample, so that packing shows there as more. What a recipe
+promises at its own size (a 7B model on 24 GB) is what `thrifty plan` says of it, not this table. The row of
 pretrain-small that counts is that of `time_to_loss.py`; those of sft-full and bert-classification are those of
 `fine_tuning.py`.
 """
