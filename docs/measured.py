@@ -93,10 +93,7 @@ def mixed_precision(result: dict[str, Any]) -> list[str]:
 
 
 # Why a row is off, as far as it is known. Said only of the row that is the worst.
-WORST: dict[str, str] = {
-    "tune-3b-8": "Its source updates 8-bit states inside the backward pass; what such an update holds for a moment is "
-    "counted after the pass.",
-}
+WORST: dict[str, str] = {}
 
 
 def search_speed(result: dict[str, Any]) -> list[str]:

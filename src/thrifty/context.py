@@ -58,6 +58,8 @@ class Context:
         self._device_kind = device_kind
         self.trainer = trainer
         self.data = data
+        self.update_bytes: Callable[[torch.Tensor], int] | None = None
+        """In a dry run: the bytes that the update of one parameter, alone, takes for a moment."""
         self.loss_only = False
         """Whether the forward pass at hand is one of an evaluation that wants nothing but the loss."""
         self._total_steps = total_steps

@@ -84,6 +84,7 @@ SMALLER = ({"chunked-cross-entropy": {"least_rows": 1}}, "gradient-checkpointing
         pytest.param((), id="baseline"),
         pytest.param((*SMALLER, "lion"), id="lion"),
         pytest.param((*SMALLER, "adamw-8bit"), id="adamw-8bit"),
+        pytest.param((*SMALLER, "optimizer-in-backward", "adamw-8bit"), id="updates-inside"),
     ],
 )
 def test_predicted_and_measured_agree_in_the_published_run(chosen: tuple[Any, ...]) -> None:

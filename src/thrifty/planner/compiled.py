@@ -105,6 +105,8 @@ class Compiled:
     """Micro-batches a step where a method says how many."""
     phases: tuple[Phase, ...] = ()
     """Stretches of the run in which a step is cheaper."""
+    updates_inside: bool = False
+    """Whether the update happens inside the pass, which then holds what it takes."""
     _law_cache: dict[int, list[int]] = field(default_factory=dict, repr=False)
     _count_cache: dict[int, Any] = field(default_factory=dict, repr=False)
 
@@ -159,13 +161,18 @@ class Compiled:
             state, temporary = self.optimizer.cost(self.step.parameter_counts())
             moment = np.zeros((1, len(CATEGORIES)))
             moment[0, _OPTIMIZER], moment[0, _TEMPORARIES] = state, temporary
+            if self.updates_inside:
+                moment[0, _TEMPORARIES] = 0.0
             return float(state), moment
         program = self.optimizer.program
         times = program.insertions(self.optimizer.layers)
         sizes = program.class_bytes(1, 1, times)
         weights, exists = program.rows.at(times)
         moments = _by_category(weights[exists], sizes[None], program.category)[0]
-        return float(program.rows.living_at_end(times) @ sizes), moments
+        end = program.rows.living_at_end(times)
+        if self.updates_inside:
+            moments = _by_category(end[None], sizes[None], program.category)[0]
+        return float(end @ sizes), moments
 
     def ops(self, batch: np.ndarray, seq: int, depth: float = 1.0) -> np.ndarray:
         """Operations of one micro-batch: (batches, operations) of `OP_TYPE`. Batches as for `moments`.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from thrifty.errors import InputError, NotApplicable
 from thrifty.method import overrides
+from thrifty.planner.arguments import GRAPH_ARGUMENTS, PASS_ARGUMENTS, plain_arguments
 from thrifty.planner.compiled import CLOSED_FORMS, Compiled, measured_form
 from thrifty.planner.periods import block_signature, common_units, crossed, period
 from thrifty.planner.program import features
@@ -62,16 +63,18 @@ class Structure:
     def __init__(self, workload: Workload, recipe: Recipe, device: Device) -> None:
         self.workload, self.recipe, self.device = workload, recipe, device
         self._models: list[nn.Module] = []
+        self._held: Any = None
         self.parts: list[Structure] = []
         """Classes that each have one of this one's additions: what holds for each of them holds for all together."""
 
     @cached_property
     def key(self) -> str:
         """Hash of everything that decides the graph of a micro-batch. The optimizer does not."""
-        arguments = {k: v for k, v in self.arguments.items() if k in _PASS_ARGUMENTS}
+        arguments = {k: v for k, v in self.arguments.items() if k in PASS_ARGUMENTS}
         inside = [entry for entry, m in zip(self.recipe.to_config(), self.recipe, strict=True) if _changes_pass(m)]
+        update = [self.optimizer_key] if self._updates_inside else []
         return content_hash([*self._common, self.workload.padded, self.workload.attn_implementation, self._attention,
-                             self._seq_regime, inside, arguments])  # fmt: skip
+                             self._seq_regime, inside, arguments, *update])  # fmt: skip
 
     @cached_property
     def optimizer_key(self) -> str:
@@ -79,7 +82,7 @@ class Structure:
         config = zip(self.recipe.to_config(), self.recipe, strict=True)
         owner = self.recipe.owner("optimizer")
         inside = [entry for entry, m in config if m is owner or any(overrides(m, hook) for hook in _UPDATE_HOOKS)]
-        arguments = {k: v for k, v in self.arguments.items() if k not in _PASS_ARGUMENTS and k != _KWARGS}
+        arguments = {k: v for k, v in self.arguments.items() if k not in PASS_ARGUMENTS and k != _KWARGS}
         written = content_hash([*self._common, inside, arguments])
         if written not in _OPTIMIZERS:
             _OPTIMIZERS[written] = self._plain_optimizer(owner, len(inside), arguments) or written
@@ -160,7 +163,7 @@ class Structure:
         held = sum(method.held_bytes(trainable, itemsize, self.device.kind) for method in self.recipe)
         return Compiled(
             step, update, self._precision_of(step), bool(self.arguments["torch_compile"]), self.key, held,
-            accumulation=self._accumulation, phases=self._phases(),
+            accumulation=self._accumulation, phases=self._phases(), updates_inside=self._updates_inside,
         )  # fmt: skip
 
     def _precision_of(self, step: StepModel) -> str:
@@ -188,6 +191,16 @@ class Structure:
         for method in self.recipe.using("phases"):
             found = crossed(found, method.phases(self.workload.config, total) or [])
         return tuple(found)
+
+    @property
+    def _updates_inside(self) -> bool:
+        return any(getattr(method, "updates_inside", False) for method in self.recipe)
+
+    def _update_bytes(self, parameter: torch.Tensor) -> int:
+        from thrifty.planner.update import HeldByUpdates
+
+        self._held = self._held or HeldByUpdates(self.build_optimizer, cuda=self._dialect == "cuda")
+        return self._held(reversed(self._models), parameter)
 
     @property
     def names(self) -> str:
@@ -307,7 +320,7 @@ class Structure:
     def arguments(self) -> dict[str, Any]:
         """The `TrainingArguments` fields that decide the cost, after the methods have set theirs."""
         ctx = self.context()
-        values = {key: getattr(ctx.args, key) for key in _GRAPH_ARGUMENTS if hasattr(ctx.args, key)}
+        values = {key: getattr(ctx.args, key) for key in GRAPH_ARGUMENTS if hasattr(ctx.args, key)}
         values["checkpointing_kwargs"] = None
         for method in self.recipe.using("configure"):
             values.update(method.configure(ctx.args, ctx))
@@ -330,17 +343,19 @@ class Structure:
 
         from thrifty.context import Context
 
-        args = copy.copy(_plain_arguments(TrainingArguments))
+        args = copy.copy(plain_arguments(TrainingArguments))
         for key, value in self.workload.arguments.items():
-            if key in _GRAPH_ARGUMENTS:
+            if key in GRAPH_ARGUMENTS:
                 object.__setattr__(args, key, value)
         object.__setattr__(args, "max_steps", self.workload.arguments.get("max_steps") or 1000)
         from thrifty import tasks
 
-        return Context(
+        ctx = Context(
             args=args, task=tasks.get(self.workload.task), planning=True, total_steps=args.max_steps,
             device_kind=self.device.kind, model_config=self.workload.config,
         )  # fmt: skip
+        ctx.update_bytes = self._update_bytes
+        return ctx
 
     def step(self, known: Sequence[Mapping[str, Any]] = ()) -> Step:
         """The training step as the tracer runs it.
@@ -465,31 +480,10 @@ class Structure:
         return {name: max(unit, longest) for name, unit in {n: step.units.get(n, 1) for n in step.layers}.items()}
 
 
-_GRAPH_ARGUMENTS = (
-    "bf16", "fp16", "tf32", "optim", "optim_args", "optim_target_modules", "max_grad_norm", "torch_compile",
-    "gradient_checkpointing", "activation_checkpointing", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon",
-    "weight_decay", "label_smoothing_factor",
-)  # fmt: skip
-# Of these, what a micro-batch sees; the others concern the update.
-_PASS_ARGUMENTS = (
-    "bf16",
-    "fp16",
-    "gradient_checkpointing",
-    "activation_checkpointing",
-    "checkpointing",
-    "label_smoothing_factor",
-)
 _PASS_HOOKS = ("prepare_model", "wrap_loss", "wrap_training_step", "on_train_begin")
 _UPDATE_HOOKS = ("build_optimizer", "adjust_groups", "adjust_optimizer", "no_decay")
 _KWARGS, _ACCUMULATION = "checkpointing_kwargs", "gradient_accumulation_steps"
 _OPTIMIZERS: dict[str, str] = {}
-_PLAIN: dict[type, Any] = {}
-
-
-def _plain_arguments(cls: type) -> Any:
-    if cls not in _PLAIN:
-        _PLAIN[cls] = cls(output_dir="unused", use_cpu=True, report_to=[])
-    return _PLAIN[cls]
 
 
 def _changes_pass(method: Method) -> bool:

@@ -187,7 +187,7 @@ class StepTracer:
                 parameter.grad = torch.empty_like(parameter)
             known = [*self.model.parameters(), *(p.grad for p in trainable if p.grad is not None)]
             optimizer = step.build_optimizer(trainable)
-            with _StepCounts():
+            with StepCounts():
                 optimizer.step()
             # Parameters and gradients are counted by the forward and backward trace.
             for tensor in known:
@@ -203,7 +203,7 @@ class StepTracer:
                     norm = nn.utils.clip_grad_norm_(trainable, step.clip_grad_norm)
                     del norm
                 recorder.at(UPDATE, "step")
-                with _StepCounts():
+                with StepCounts():
                     optimizer.step()
             recorder.enabled = False
             for parameter in trainable:
@@ -211,7 +211,7 @@ class StepTracer:
         return recorder.trace(start, self.parameters)
 
 
-class _StepCounts(TorchDispatchMode):
+class StepCounts(TorchDispatchMode):
     """Answers an optimizer that reads a number from a tensor: what it reads is its count of steps, here 2."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

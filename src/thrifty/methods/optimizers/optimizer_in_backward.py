@@ -34,16 +34,16 @@ class StepInBackward:
 
     Args:
         optimizer: Any that skips parameters without gradient and keeps its state by parameter.
-        step: Whether the hooks step; otherwise they only free gradients (a dry run).
+        held: For a dry run, whose hooks do not step: the bytes that a parameter's update takes for a moment.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, step: bool = True) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, held: Callable[[Tensor], int] | None = None) -> None:
         self.optimizer = optimizer
         self.skip = False
         """Set it before `backward` to drop the gradients without an update."""
         self.norms: list[Tensor] = []
         """Norms of the gradients since `clear`."""
-        self._step = step
+        self._held = held
         self._checked = False
         self._handles = [
             p.register_post_accumulate_grad_hook(self._update)
@@ -67,7 +67,9 @@ class StepInBackward:
 
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
-        if self._step and parameter.grad is not None:
+        if self._held is not None:
+            torch.empty(self._held(parameter), dtype=torch.uint8, device=parameter.device)
+        elif parameter.grad is not None:
             self.norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
             if not self.skip:
                 self._step_one()
@@ -119,12 +121,14 @@ class OptimizerInBackward(Method):
     """The step of the run's optimizer, during the backward pass."""
 
     stepper: StepInBackward | None = field(default=None, init=False, repr=False)
-    _planning: bool = field(default=False, init=False, repr=False)
+    updates_inside = True
+    """For the planner: the update is part of the pass."""
+    _held: Callable[[Tensor], int] | None = field(default=None, init=False, repr=False)
     _inside: bool = field(default=False, init=False, repr=False)
     _losses: int = field(default=0, init=False, repr=False)
 
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
-        who, self._planning = "optimizer-in-backward", ctx.planning
+        who, self._held = "optimizer-in-backward", ctx.update_bytes if ctx.planning else None
         if args.gradient_accumulation_steps > 1:
             raise NotApplicable(
                 f"{who}: the weights would change after the first micro-batch",
@@ -165,9 +169,9 @@ class OptimizerInBackward(Method):
             self.stepper.clear()
 
     def _hook(self, optimizer: Any) -> None:
-        if self.stepper is not None and not self._planning:  # a dry run holds several models at a time
+        if self.stepper is not None and self._held is None:  # a dry run holds several models at a time
             self.stepper.remove()
-        self.stepper = StepInBackward(getattr(optimizer, "optimizer", optimizer), step=not self._planning)
+        self.stepper = StepInBackward(getattr(optimizer, "optimizer", optimizer), held=self._held)
 
     def _norm(self) -> Tensor:
         assert self.stepper is not None
