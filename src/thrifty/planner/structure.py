@@ -199,6 +199,8 @@ class Structure:
     def _update_bytes(self, parameter: torch.Tensor) -> int:
         from thrifty.planner.update import HeldByUpdates
 
+        if self._closed_form is not None:
+            return 0 if self._closed_form.temporary == "none" else parameter.nbytes
         self._held = self._held or HeldByUpdates(self.build_optimizer, cuda=self._dialect == "cuda")
         return self._held(reversed(self._models), parameter)
 

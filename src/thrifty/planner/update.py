@@ -38,7 +38,13 @@ class HeldByUpdates:
         number = next(n for n, g in enumerate(optimizer.param_groups) if any(p is parameter for p in g["params"]))
         key = (number, tuple(parameter.shape), parameter.dtype, parameter.is_meta)
         if key not in self._known:
-            self._known[key] = bytes_of_update(optimizer, parameter, cuda=self.cuda)
+            try:
+                self._known[key] = bytes_of_update(optimizer, parameter, cuda=self.cuda)
+            except RuntimeError as error:
+                # Reading a value of a fake tensor; the exception's class is private to torch.
+                if type(error).__name__ != "DataDependentOutputException":
+                    raise
+                self._known[key] = parameter.nbytes  # as `measured_form` has it
         return self._known[key]
 
 
