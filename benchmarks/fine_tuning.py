@@ -417,7 +417,8 @@ def faults(result: dict[str, Any], *, quick: bool) -> list[str]:
             if row["reason"] is not None:
                 found.append(f"{task['task']}: {name}: {row['reason']}")
                 continue
-            checks = [("the plain Trainer", row.get("speed"), QUICK_BOUNDS[task["task"]] if quick else BOUNDS["trainer"])]
+            least = QUICK_BOUNDS[task["task"]] if quick else BOUNDS["trainer"]
+            checks = [("the plain Trainer", row.get("speed"), least)]
             if not quick:
                 checks.append((f"the best peer ({row.get('best_peer')})", row.get("speed_to_best_peer"),
                                BOUNDS["peer"]))  # fmt: skip
