@@ -60,6 +60,8 @@ class Context:
         self.data = data
         self.update_bytes: Callable[[torch.Tensor], int] | None = None
         """In a dry run: the bytes that the update of one parameter, alone, takes for a moment."""
+        self.regions: dict[Any, Any] = {}
+        """In a dry run: graphs of compiled blocks, shared by all that differ in nothing else."""
         self.loss_only = False
         """Whether the forward pass at hand is one of an evaluation that wants nothing but the loss."""
         self._total_steps = total_steps

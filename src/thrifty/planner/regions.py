@@ -38,9 +38,20 @@ _FUSED = (POINTWISE - _REDUCTIONS - {"native_dropout", "copy_"}) | {
 }
 
 
-def compile_regions(modules: Iterable[nn.Module]) -> None:
-    """Makes each module run as the compiler would run it, in place; equal ones are looked at once."""
-    known: dict[Any, Callable[..., Any]] = {}
+_MOST_KEPT = 512
+
+
+def compile_regions(modules: Iterable[nn.Module], known: dict[Any, Callable[..., Any]] | None = None) -> None:
+    """Makes each module run as the compiler would run it, in place; equal ones are looked at once.
+
+    Args:
+        modules: The blocks.
+        known: Graphs found for other models of the same configuration, data type, device and attention, to use and add
+            to.
+    """
+    known = {} if known is None else known
+    if len(known) > _MOST_KEPT:
+        known.clear()
     for module in modules:
         module.forward = _Region(module, known)
 
@@ -71,7 +82,7 @@ class _Region:
         rest = [None if i in at else leaf for i, leaf in enumerate(leaves)]
         key = (
             self._same, str(structure), repr(rest), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
-            tuple((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in (*tensors.values(), *inputs)),
+            tuple((*t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in (*tensors.values(), *inputs)),
         )  # fmt: skip
         if key not in self.known:
             self.known[key] = self._traced(list(tensors), rest, at, structure, [*tensors.values()], inputs)
@@ -81,7 +92,9 @@ class _Region:
     def _same(self) -> Any:
         """Equal for modules with equal graphs."""
         attention = getattr(self.module, "self_attn", None)
-        return (*block_signature(self.module), getattr(self.module, "attention_type", None),
+        # What wraps this block's `forward` may know which block it is; it lives as long as the graph.
+        wrapped = None if getattr(self.inner, "__self__", None) is self.module else id(self.inner)
+        return (*block_signature(self.module), wrapped, getattr(self.module, "attention_type", None),
                 getattr(attention, "sliding_window", None))  # fmt: skip
 
     def _traced(
@@ -102,8 +115,13 @@ class _Region:
         # The first call traces, which neither a record nor a checkpoint around the block may see.
         with no_modes(), saved_tensors_hooks(_as_is, _as_is), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # it looks at every input's
-            compiled(tensors, inputs)
+            compiled(_stand_ins(tensors), _stand_ins(inputs))
         return compiled
+
+
+def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
+    """Equal in all but memory, since a trace holds on to its inputs."""
+    return [t.new_empty_strided(t.shape, t.stride()).requires_grad_(t.requires_grad) for t in tensors]
 
 
 def _as_is(tensor: Tensor) -> Tensor:

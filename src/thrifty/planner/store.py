@@ -26,6 +26,8 @@ PASSES: dict[str, StepModel] = {}
 """Dry runs of micro-batches in this process, shared by classes that differ in the optimizer only."""
 UPDATES: dict[str, OptimizerModel | ClosedForm] = {}
 """Dry runs of updates in this process, shared by classes with the same parameters."""
+REGIONS: dict[str, dict[Any, Any]] = {}
+"""Graphs of compiled blocks in this process, by workload and device; they hold no weights."""
 _MOST_KEPT = 256
 
 
@@ -33,6 +35,7 @@ def forget_compiled() -> None:
     """Forgets the dry runs that this process holds; those on disk stay."""
     PASSES.clear()
     UPDATES.clear()
+    REGIONS.clear()
 
 
 def remember(known: dict[str, Any], key: str, value: Any) -> Any:

@@ -21,6 +21,7 @@ from thrifty.planner.program import features
 from thrifty.planner.store import (
     CACHE_FORMAT,
     PASSES,
+    REGIONS,
     UPDATES,
     cache_folder,
     content_hash,
@@ -357,6 +358,7 @@ class Structure:
             device_kind=self.device.kind, model_config=self.workload.config,
         )  # fmt: skip
         ctx.update_bytes = self._update_bytes
+        ctx.regions = REGIONS.setdefault(content_hash([*self._common, self._attention]), {})
         return ctx
 
     def step(self, known: Sequence[Mapping[str, Any]] = ()) -> Step:

@@ -189,6 +189,7 @@ class Compile(Method):
     counts: CompileCounts | None = field(default=None, init=False, repr=False)
     compiled: int = field(default=0, init=False, repr=False)
     _planning: bool = field(default=False, init=False, repr=False)
+    _regions: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
@@ -199,7 +200,7 @@ class Compile(Method):
             raise ValueError(f"mode is for the backend inductor only, got backend {self.backend}")
 
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
-        self._planning = ctx.planning
+        self._planning, self._regions = ctx.planning, ctx.regions
         if args.torch_compile:
             raise InputError("is set twice: by you and by the method 'compile'", key="torch_compile", fix="remove it")
         if ctx.planning:
@@ -239,7 +240,7 @@ class Compile(Method):
             if self.backend in PARTITIONING:
                 from thrifty.planner.regions import compile_regions
 
-                compile_regions(_targets(kw["model"], "blocks"))
+                compile_regions(_targets(kw["model"], "blocks"), self._regions)
             return
         # Beyond its limit dynamo would go on uncompiled with a warning.
         config = torch._dynamo.config
