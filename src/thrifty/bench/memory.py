@@ -31,14 +31,14 @@ class PeakMemory(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._log is not None and state.global_step == 0:
-            self._log.open()
-        elif self._log is not None:
+        if self._log is None:
+            return
+        if self._log.is_open:
             self._log.begin_step()
+        else:  # the first step of training, or of a stretch of it
+            self._log.open()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step < 2:
-            return
         if self._log is not None:
             self._log.end_step()
         elif self.device.type == "cuda":
@@ -46,7 +46,7 @@ class PeakMemory(TrainerCallback):
             self._note(torch.cuda.max_memory_allocated(self.device))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._log is not None:
+        if self._log is not None and self._log.is_open:
             for peak in self._log.close():
                 self._note(peak)
 

@@ -231,7 +231,13 @@ class AllocationLog:
     def __init__(self, before: Mapping[int, int]) -> None:
         self._before = before
         self._bases: list[int] = []
+        self._inside = False
         self._profile: torch.profiler.profile | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it records."""
+        return self._profile is not None
 
     def open(self) -> None:
         """Starts to record."""
@@ -240,26 +246,32 @@ class AllocationLog:
 
     def begin_step(self) -> None:
         """A step begins with what lives now: weights, optimizer state, the methods' own tensors, the batch."""
+        self.end_step()
         gc.collect()
         self._bases.append(sum(size for key, size in living_storages().items() if key not in self._before))
         torch.empty(_BEGINS, dtype=torch.uint8)
+        self._inside = True
 
     def end_step(self) -> None:
-        """The step is over."""
-        torch.empty(_ENDS, dtype=torch.uint8)
+        """The step is over, if one began."""
+        if self._inside:
+            torch.empty(_ENDS, dtype=torch.uint8)
+        self._inside = False
 
     def close(self) -> list[int]:
         """Stops to record; returns the highest bytes of each step."""
         from thrifty.planner._private import profiled_allocations
 
         assert self._profile is not None
+        self.end_step()
         self._profile.__exit__(None, None, None)
         changes = np.array(profiled_allocations(self._profile), np.int64)
-        self._profile = None
-        begins, ends = (np.flatnonzero(changes == size) for size in (_BEGINS, _ENDS))
+        bases, self._bases, self._profile = self._bases, [], None
+        at_once = changes[1:] == -changes[:-1]  # a mark is freed as soon as it is made
+        begins, ends = (np.flatnonzero((changes[:-1] == size) & at_once) for size in (_BEGINS, _ENDS))
         return [
             base + max(0, int(np.cumsum(changes[begin + 2 : end]).max(initial=0)))
-            for base, begin, end in zip(self._bases, begins.tolist(), ends.tolist(), strict=True)
+            for base, begin, end in zip(bases, begins.tolist(), ends.tolist(), strict=True)
         ]
 
 
