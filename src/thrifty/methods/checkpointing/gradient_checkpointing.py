@@ -276,7 +276,10 @@ class GradientCheckpointing(Method):
     def _mark(self, model: Any, size: int | None) -> None:
         """Tells a dry run how the blocks differ: by their place in a segment, or by what all of them need."""
         model.traced_whole = size is None
-        for stack in in_order(model) if size is not None else ():
+        if size is None:
+            return
+        block: Any
+        for stack in in_order(model):
             for index, block in enumerate(stack):
                 block.checkpoint_position = index % size
 
