@@ -34,8 +34,8 @@ _PRODUCTS = (
 )  # fmt: skip
 _ELEMENTS = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
 _WIDTH = 512
-# (batch x heads, sequence, head size)
-_ATTENTION = ((32, 128, 64), (16, 512, 64), (8, 1024, 64))
+# (batch x heads, sequence, head size); smaller than the smallest nothing is known to take less time.
+_ATTENTION = ((4, 16, 32), (8, 64, 32), (32, 64, 64), (32, 128, 64), (16, 512, 64), (8, 1024, 64))
 
 
 def calibrate(device: str = "cpu", *, seconds: float = 20.0, save: bool = True) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _kernels(elements: int, dtype: torch.dtype, device: str) -> Iterator[tuple[s
 
 
 def _measure_attention(clock: _Clock, dtype: torch.dtype, device: str) -> dict[str, list[list[float]]]:
-    """[operations, seconds] of fused causal attention, forward and backward, in three shapes."""
+    """[operations, seconds] of fused causal attention, forward and backward, by shape."""
     import torch
     from torch.nn import functional as F
 
@@ -287,21 +287,41 @@ def _fresh_pages(clock: _Clock) -> float:
 
 
 def _overhead(clock: _Clock, device: str) -> float:
-    """Seconds that dispatch, autograd and Python spend on one operation of a forward and backward pass."""
-    import torch
-    from torch import nn
+    """Seconds that dispatch, autograd and Python spend on one operation of a forward and backward pass.
 
-    blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()).to(device) for _ in range(16)]
-    model = nn.Sequential(*blocks)
-    x = torch.randn(2, 8, device=device)
-    # Forward: layer_norm, addmm (with a transposed view), gelu; backward: one, three (two products and a sum), one, and
-    # the sums of the four gradients with those of the call before.
-    kernels = 16 * 12
+    The probe is a Transformer as people train it, too small for its arithmetic to count: between two operations lie
+    views, modules and autograd's own work, which are counted with them.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes)).to(device)
+    ids = torch.ones(1, 4, dtype=torch.int64, device=device)
 
     def run() -> None:
-        model(x).sum().backward()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
-    return clock.typical(run) / kernels
+    run()  # from now on gradients are added to gradients, as under accumulation
+    return clock.typical(run) / _operations(run)
+
+
+def _operations(run: Callable[[], Any]) -> int:
+    """How many operations the planner would count."""
+    from thrifty.planner._private import TorchDispatchMode
+    from thrifty.planner.opcost import OpCoster
+
+    coster, seen = OpCoster(), 0
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal seen
+            seen += not coster.is_free(func)
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        run()
+    return seen
 
 
 def _host_bandwidth(clock: _Clock) -> float:
