@@ -295,8 +295,11 @@ def _overhead(clock: _Clock, device: str) -> float:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes)).to(device)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, vocab_size=32, num_hidden_layers=4, num_attention_heads=2
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(device)
     ids = torch.ones(1, 4, dtype=torch.int64, device=device)
 
     def run() -> None:
