@@ -96,19 +96,17 @@ def run_of(name: str, folder: Path, base: dict[str, str]) -> tuple[dict[str, Any
     return run, methods
 
 
-def verses(folder: Path) -> None:
+def verses() -> list[dict[str, Any]]:
     """Verses of the Old and the New Testament, to tell apart; their lengths differ as they do."""
     from thrifty.data.corpus import kjv_books
 
     books = list(kjv_books().items())
-    rows = [
+    return [
         {"text": verse, "label": "new" if number >= 39 else "old"}
         for number, (_, chapters) in enumerate(books)
         for chapter in chapters[:4]
         for verse in chapter.splitlines()
     ]
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / "verses.jsonl").write_text(text, encoding="utf-8")
 
 
 def measured(name: str, folder: Path, base: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
@@ -160,7 +158,7 @@ def main() -> int:
         folder = Path(name)
         prepare.instructions(folder)
         prepare.digits(folder)
-        verses(folder)
+        prepare.write_lines(folder / "verses.jsonl", verses())
         base = bases(folder)
         for recipe in options.only:
             rows[recipe] = row = measured(recipe, folder, base, options)

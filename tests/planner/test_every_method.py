@@ -37,7 +37,7 @@ ROUGH = {
 SETTINGS = {
     "budget": {"tokens": 10**9},  # the preset's budget ends before a step is measured
     # The preset compares gradients anew in the measured step, which is not what an ordinary step needs.
-    "activation-compression": {"least": 64, "refresh": 1000},
+    "activation-compression": {"least": 64, "level": "L2", "refresh": 1000},
 }
 
 

@@ -26,18 +26,8 @@ from thrifty.planner.trace import unmaterialised
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax", "max", "min"}
 _VIEWS = {"view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice", "select", "alias", "detach",
           "as_strided", "split", "split_with_sizes", "reshape", "unbind", "diagonal"}  # fmt: skip
-_FUSED = (POINTWISE - _REDUCTIONS - {"native_dropout", "copy_"}) | {
-    "scalar_tensor",
-    "full",
-    "full_like",
-    "arange",
-    "iota",
-    "convert_element_type",
-    "where",
-    "clone",
-}
-
-
+_MADE = {"scalar_tensor", "full", "full_like", "arange", "iota", "convert_element_type"}
+_FUSED = (POINTWISE - _REDUCTIONS - {"native_dropout", "copy_"}) | _MADE
 _MOST_KEPT = 512
 
 

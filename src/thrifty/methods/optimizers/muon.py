@@ -156,8 +156,8 @@ class MuonWithAdamW(ByParameter):
             size = max(1, BATCHED_NUMBERS // shape.numel())
             for start in range(0, len(equal), size):
                 some = equal[start : start + size]
-                targets, gradients, buffers = (list(column) for column in zip(*some, strict=True))
-                look_ahead = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+                targets, slopes, means = (list(column) for column in zip(*some, strict=True))
+                look_ahead = torch.stack(torch._foreach_lerp(slopes, means, group["momentum"]))
                 made = self._scaled(orthogonalise(look_ahead, self.ns_steps, dtype), inputs_first)
                 updates = list(made.to(targets[0].dtype).unbind())
                 torch._foreach_add_(targets, updates, alpha=-group["lr"])
