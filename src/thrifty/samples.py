@@ -14,12 +14,12 @@ FILLERS = {"labels": -100, "attention_mask": 0}
 
 
 def split_samples(batch: Batch, keep: Tensor) -> list[Batch]:
-    """The picked rows of a batch as single samples (on the CPU): tensors without the batch dimension."""
+    """The picked rows of a batch as single samples (on the CPU): tensors without the batch dimension, and switches."""
     size = len(keep)
     rows = keep.nonzero().flatten().tolist()
-    return [
-        {k: v[i].cpu() for k, v in batch.items() if torch.is_tensor(v) and v.dim() > 0 and len(v) == size} for i in rows
-    ]
+    switches = {k: v for k, v in batch.items() if isinstance(v, bool)}
+    tensors = {k: v for k, v in batch.items() if torch.is_tensor(v) and v.dim() > 0 and len(v) == size}
+    return [switches | {k: v[i].cpu() for k, v in tensors.items()} for i in rows]
 
 
 def join_samples(samples: Sequence[Batch]) -> Batch:
@@ -37,6 +37,9 @@ def join_samples(samples: Sequence[Batch]) -> Batch:
         keys.add("attention_mask")
     batch: Batch = {"use_cache": False} if packed else {}
     for key in sorted(keys):
+        if isinstance(switch := next((s[key] for s in samples if key in s), None), bool):
+            batch[key] = switch  # what the collator tells the model: `return_loss`, which asks CLIP for its loss
+            continue
         rows = [s[key] if key in s else torch.ones_like(s["input_ids"]) for s in samples]
         if rows[0].dim() == 1:
             longest = max(len(row) for row in rows)

@@ -1,9 +1,9 @@
 """Measures how fast this machine runs the kernels that a training step is made of, in about 20 seconds.
 
 Matrix products in several shapes and both floating-point widths, the usual element-wise, normalising and reducing
-kernels in several sizes, attention forward and backward, optimizer kernels, the cost of fresh memory pages, and what the
-framework itself spends on each operation. Each number is the median of several repeats, since a step meets the machine
-as it usually is; what the framework spends is taken off the kernels, so that it counts once.
+kernels in several sizes, attention forward and backward, optimizer kernels, the cost of fresh memory pages, and what
+the framework itself spends on each operation. Each number is the median of several repeats, since a step meets the
+machine as it usually is; what the framework spends is taken off the kernels, so that it counts once.
 """
 
 from __future__ import annotations

@@ -98,8 +98,6 @@ class PatchDropper:
     conflicts_with={
         "autoprog": "it changes the number of patches, among which this method chooses",
         "progressive-resolution": "it changes the number of patches, among which this method chooses",
-        "rho-loss": "the loss compares all pairs of a batch, so that no sample has one of its own",
-        "selective-backprop": "the loss compares all pairs of a batch, so that no sample has one of its own",
     },
     tasks=("image-text",),
     preset={"unmasked_share": 0.34},

@@ -95,6 +95,9 @@ def short_stretch(layers: int) -> tuple[int, int]:
     # The number of tokens that stay follows the longest text of the micro-batch.
     micro_batch_invariant=False,
     claims=("tokens",),
+    conflicts_with={
+        "chunked-cross-entropy": "it never makes the logits, from which the running loss of each token is read",
+    },
     tasks=("masked-lm",),
     preset={"beta": 0.5},
 )

@@ -203,6 +203,7 @@ def _dummy_inputs(model: Any) -> dict[str, Tensor]:
     sources=[Paper("Tanaka et al.", 2020, "arXiv:2006.05467")],
     exact=False,
     claims=("mask",),
+    conflicts_with={"deepnorm": "its blocks are not a linear chain without their norms, through which the skip goes"},
     preset={"sparsity": 0.5, "iterations": 5},
 )
 @dataclass(kw_only=True)
