@@ -25,6 +25,14 @@ def _short_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder of a module's own for what is kept between runs: dry runs, calibrations, tokenized data."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THRIFTY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 

@@ -252,6 +252,20 @@ def test_muon_is_near_torchs_own():
     assert (ours - theirs).abs().mean() < 2e-3
 
 
+def test_more_newton_schulz_steps_come_nearer_to_orthogonal():
+    torch.manual_seed(0)
+    gradient, spread = torch.randn(32, 48), []
+    for steps in (1, 3, 5):
+        p = torch.nn.Parameter(torch.zeros(32, 48))
+        p.grad = gradient.clone()
+        MuonWithAdamW([{"params": [p], "muon": True, "lr": 1.0}], ns_steps=steps).step()
+        values = torch.linalg.svdvals(p.detach())
+        spread.append(float(values.max() / values.min()))
+    assert spread[0] > spread[1] > spread[2]
+    with pytest.raises(ValueError, match="ns_steps"):
+        muon.Muon(ns_steps=0)
+
+
 def test_muon_trains_hidden_matrices_only():
     model = tiny.llama()
     names = [name for name, _ in model.named_parameters()]

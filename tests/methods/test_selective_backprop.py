@@ -215,3 +215,12 @@ def test_too_little_data_is_refused(tmp_path):
 def test_bad_settings(setting):
     with pytest.raises(InputError, match=next(iter(setting))):
         Recipe.parse([{"selective-backprop": setting}])
+
+
+def test_what_the_collator_tells_the_model_stays_with_the_samples():
+    """CLIP gives no loss unless it is asked for it."""
+    batch = {"input_ids": torch.ones(3, 4, dtype=torch.long), "return_loss": True, "longest": 4}
+    joined = join_samples(split_samples(batch, torch.tensor([True, False, True])))
+    assert joined["return_loss"] is True
+    assert joined["input_ids"].shape == (2, 4)
+    assert "longest" not in joined  # numbers are the batch's own

@@ -27,11 +27,7 @@ SEVEN_BILLION = {
 LORA = {"lora": {"r": 80, "target_modules": "all-linear"}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory: pytest.TempPathFactory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("THRIFTY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def seven_billion(

@@ -22,11 +22,7 @@ TINY = {
 DECIDED = ["gradient-checkpointing", "chunked-cross-entropy", "activation-offload", "adamw"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("THRIFTY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")
