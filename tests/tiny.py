@@ -22,6 +22,7 @@ from transformers import (
     CLIPConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     T5Config,
     TrainingArguments,
     ViTConfig,
@@ -46,6 +47,22 @@ def llama(layers: int = 2, dropout: float = 0.0, **overrides: Any) -> nn.Module:
         max_position_embeddings=64,
         attention_dropout=dropout,
         **overrides,
+    )
+    return _build(AutoModelForCausalLM, config)
+
+
+def mixtral(layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=64,
+        attention_dropout=dropout,
     )
     return _build(AutoModelForCausalLM, config)
 
@@ -168,6 +185,8 @@ def for_method(*names: str, **settings: Any) -> nn.Module:
     assert task is not None, names
     if task == "image-classification":
         settings = {key: value for key, value in settings.items() if key != "dropout"}
+    if "moe-distill" in names and task == "causal-lm":  # it starts from a mixture
+        return mixtral(**settings)
     return BY_TASK[task](**settings)
 
 

@@ -37,3 +37,5 @@ def calibrate(
     for precision, rate in found["peak_flops"].items():
         typer.echo(f"  matrix products in {precision}: {rate / 1e9:,.0f} GFLOP/s")
     typer.echo(f"  one operation costs the framework {found['overhead_seconds'] * 1e6:.1f} us")
+    if found["in_step"] != 1.0:
+        typer.echo(f"  inside a step everything takes {found['in_step']:.2f} times as long as alone")

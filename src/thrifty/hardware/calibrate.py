@@ -1,9 +1,10 @@
 """Measures how fast this machine runs the kernels that a training step is made of, in about 20 seconds.
 
 Matrix products in several shapes and both floating-point widths, the usual element-wise, normalising and reducing
-kernels in several sizes, attention forward and backward, optimizer kernels, the cost of fresh memory pages, and what
-the framework itself spends on each operation. Each number is the median of several repeats, since a step meets the
-machine as it usually is; what the framework spends is taken off the kernels, so that it counts once.
+kernels in several sizes, attention forward and backward, optimizer kernels, the cost of fresh memory pages, what the
+framework itself spends on each operation, and how much longer everything takes inside a pass. Each number is the
+median of several repeats, since a step meets the machine as it usually is; what the framework spends is taken off the
+kernels, so that it counts once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from thrifty.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 2
+FORMAT = 3
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 # (rows, columns, inner): what the projections, MLPs and heads of small and middling models multiply.
@@ -50,12 +51,15 @@ def calibrate(device: str = "cpu", *, seconds: float = 20.0, save: bool = True) 
         Plain data: `products` (dtype to a list of [m, n, k, seconds]), `kernels` (operation to dtype to a list of
         [bytes, seconds]), `attention` (dtype to {forward, backward: list of [operations, seconds]}),
         `fresh_page_seconds`
-        (per byte), `overhead_seconds` (per operation), `peak_flops`, and where and when.
+        (per byte), `overhead_seconds` (per operation), `in_step` (how many times longer all of that takes inside a
+        pass), `peak_flops`, and where and when.
 
     Raises:
         InputError: The device is not present, or no profile fits its name.
     """
     import torch
+
+    from thrifty.hardware import probes
 
     if device not in ("cpu", "cuda"):
         raise InputError("can be measured: cpu, cuda", key="device", value=device)
@@ -84,7 +88,6 @@ def calibrate(device: str = "cpu", *, seconds: float = 20.0, save: bool = True) 
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(clock.elapsed(), 1),
         "peak_flops": {
             _DTYPES[name]: max(2 * m * n * k / t for m, n, k, t in table) for name, table in products.items()
         },
@@ -92,9 +95,12 @@ def calibrate(device: str = "cpu", *, seconds: float = 20.0, save: bool = True) 
         "kernels": kernels,
         "attention": attention,
         "fresh_page_seconds": _fresh_pages(clock) if device == "cpu" else 0.0,
-        "overhead_seconds": _overhead(clock, device),
+        "overhead_seconds": probes.overhead(clock.typical, device),
         "host_bandwidth": _host_bandwidth(clock) if device == "cuda" else None,
     }
+    # An accelerator's large kernels come from its memory, alone or not.
+    result["in_step"] = probes.in_step(clock.typical, result) if device == "cpu" else 1.0
+    result["seconds"] = round(clock.elapsed(), 1)
     if save:
         path = _path(identity)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,14 +135,14 @@ def forget_calibration(identity: str) -> bool:
 
 
 class _Clock:
-    """Shares the time among about 400 measurements and times a callable by its median repeat."""
+    """Shares the time among about 550 measurements and times a callable by its median repeat."""
 
     def __init__(self, device: str, seconds: float) -> None:
         import torch
 
         self._call = 0.0
         self._wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-        self._share = seconds / 400
+        self._share = seconds / 550
         self._start = time.perf_counter()
 
     def elapsed(self) -> float:
@@ -284,47 +290,6 @@ def _fresh_pages(clock: _Clock) -> float:
     fresh = clock.typical(lambda: x + 1, least=8)
     reused = clock.typical(lambda: torch.add(x, 1, out=held), least=8)
     return max(0.0, fresh - reused) / x.nbytes
-
-
-def _overhead(clock: _Clock, device: str) -> float:
-    """Seconds that dispatch, autograd and Python spend on one operation of a forward and backward pass.
-
-    The probe is a Transformer as people train it, too small for its arithmetic to count: between two operations lie
-    views, modules and autograd's own work, which are counted with them.
-    """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, vocab_size=32, num_hidden_layers=4, num_attention_heads=2
-    )
-    model: Any = LlamaForCausalLM(config)
-    model.to(device)
-    ids = torch.ones(1, 4, dtype=torch.int64, device=device)
-
-    def run() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-
-    run()  # from now on gradients are added to gradients, as under accumulation
-    return clock.typical(run) / _operations(run)
-
-
-def _operations(run: Callable[[], Any]) -> int:
-    """How many operations the planner would count."""
-    from thrifty.planner._private import TorchDispatchMode
-    from thrifty.planner.opcost import OpCoster
-
-    coster, seen = OpCoster(), 0
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal seen
-            seen += not coster.is_free(func)
-            return func(*args, **(kwargs or {}))
-
-    with Counting():
-        run()
-    return seen
 
 
 def _host_bandwidth(clock: _Clock) -> float:

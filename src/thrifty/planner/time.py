@@ -109,10 +109,10 @@ class TimeModel:
         ops = np.atleast_2d(ops)
         names, phases, counts = ops["name"][0], ops["phase"][0], ops["count"][0]
         pointwise = np.array([fused and short_name(n) in POINTWISE for n in names], bool)
-        each = self.kernels(ops, pointwise) * counts
+        each = self.kernels(ops, pointwise) * counts * self.in_step
         kernel = each.sum(-1)
         # A fused chain of about four operations is one launch.
-        issue = np.full(len(ops), float(np.where(pointwise, 0.25, 1.0) @ counts) * self.overhead)
+        issue = np.full(len(ops), float(np.where(pointwise, 0.25, 1.0) @ counts) * self.overhead * self.in_step)
         late = np.isin(phases, ("backward", "recompute"))
         # Copies between host and device run beside the computation of their pass.
         moving = np.array([short_name(n) in _TRANSFERS for n in names], bool)
@@ -133,6 +133,11 @@ class TimeModel:
         if self.measured is not None:
             return float(self.measured["overhead_seconds"])
         return self.device.launch_seconds
+
+    @property
+    def in_step(self) -> float:
+        """How many times longer an operation takes inside a step than when it was measured alone."""
+        return 1.0 if self.measured is None else float(self.measured["in_step"])
 
     def kernels(self, ops: np.ndarray, pointwise: np.ndarray | None = None) -> np.ndarray:
         """Seconds of one run of each operation on the device, in the shape of `ops` (batches, operations)."""
