@@ -2,6 +2,9 @@
 
     python benchmarks/regret.py --minutes 60      # writes benchmarks/results/regret.json; goes on where it was
 
+Processes of one core each share the work by `--only 0 1 2 --out part-0.json`; `--merge part-*.json` joins what they
+found.
+
 For each workload the planner sees a limit on memory and a global batch. Every configuration that it considered is then
 trained for real, in rounds (A B C, A B C, ...), so that slow spells of the machine meet all of them; after the first
 round only the choice and what came near the best go on. Every measurement is kept at once, so that a run can be ended
@@ -160,7 +163,13 @@ def main() -> None:
     parser.add_argument("--calibrate", type=float, default=20.0, help="seconds; 0 takes the stored calibration")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of workloads")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "regret.json")
+    parser.add_argument("--merge", type=Path, nargs="+", help="results of parts, to join in place of measuring")
     options = parser.parse_args()
+    if options.merge:
+        parts = [json.loads(path.read_text(encoding="utf-8")) for path in options.merge]
+        entries = sorted((e for part in parts for e in part["workloads"]), key=lambda e: e["workload"])
+        write(options.out, {"workloads": entries})
+        return
     from thrifty.hardware.calibrate import calibrate
 
     ends = time.monotonic() + 60 * options.minutes
@@ -181,11 +190,16 @@ def main() -> None:
         entry = judge(state)
         keep.unlink()
         done["workloads"].append(entry)
-        done |= summary(done["workloads"])
-        options.out.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+        write(options.out, done)
         print(f"{index}: {entry['configurations']} configurations, ratio {entry['ratio']:.3f} "
               f"[{entry['interval'][0]:.3f}, {entry['interval'][1]:.3f}], within the limit: {entry['within_limit']}, "
               f"time error {statistics.median(map(abs, entry['time_errors'])):.1%}", flush=True)  # fmt: skip
+
+
+def write(path: Path, done: dict[str, Any]) -> None:
+    """Keeps what is done, with its summary."""
+    done |= summary(done["workloads"])
+    path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
