@@ -73,7 +73,7 @@ MEMORY_VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *(("activation-compression", {"least": 64, "level": level}) for level in ("L1", "L1.1", "L1.2", "actnn", "mesa")),
     ("bf16-pure", {"rounding": "stochastic"}),
     ("compile", {}),  # with the compiler's own kernels
-    ("chunked-cross-entropy", {"chunks": 4, "least_rows": 1}),
+    ("chunked-cross-entropy", {"chunks": 4}),
     ("lora", {"target_modules": "all-linear", "r": 4}),
 ]
 MEMORY_SHARE = random.Random(SEED).sample(MEMORY_VARIANTS, 3)

@@ -51,7 +51,7 @@ def calibrate(device: str = "cpu", *, seconds: float = 20.0, save: bool = True) 
         Plain data: `products` (dtype to a list of [m, n, k, seconds]), `kernels` (operation to dtype to a list of
         [bytes, seconds]), `attention` (dtype to {forward, backward: list of [operations, seconds]}),
         `fresh_page_seconds`
-        (per byte), `overhead_seconds` (per operation), `in_step` (how many times longer all of that takes inside a
+        (per byte), what `probes.framework` returns, `in_step` (how many times longer all of that takes inside a
         pass), `peak_flops`, and where and when.
 
     Raises:
@@ -95,7 +95,7 @@ def calibrate(device: str = "cpu", *, seconds: float = 20.0, save: bool = True) 
         "kernels": kernels,
         "attention": attention,
         "fresh_page_seconds": _fresh_pages(clock) if device == "cpu" else 0.0,
-        "overhead_seconds": probes.overhead(clock.typical, device),
+        **probes.framework(clock.typical, device),
         "host_bandwidth": _host_bandwidth(clock) if device == "cuda" else None,
     }
     # An accelerator's large kernels come from its memory, alone or not.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from thrifty import _hf
 from thrifty.planner._private import TorchDispatchMode
 from thrifty.planner.opcost import OpCoster
 from thrifty.planner.replay import OP_TYPE
@@ -25,23 +26,51 @@ Typical = Callable[[Callable[[], Any]], float]
 _BATCHES = ((1, 64), (4, 64), (8, 128))
 
 
-def overhead(typical: Typical, device: str) -> float:
-    """Seconds that dispatch, autograd and Python spend on one operation of a forward and backward pass.
+def framework(typical: Typical, device: str) -> dict[str, float]:
+    """What the framework and the trainer take beside the arithmetic, in seconds.
 
-    The probe is a Transformer as people train it, too small for its arithmetic to count: between two operations lie
-    views, modules and autograd's own work, which are counted with them.
+    The probe is a Transformer as people train it, too small for its arithmetic to count.
 
     Args:
         typical: Times a call.
         device: A torch device.
+
+    Returns:
+        `overhead_seconds`: dispatch, autograd and Python, for one operation of a forward and backward pass, with the
+        views, modules and autograd's own work between two of them. `overhead_again_seconds`: the same for one that
+        is computed again, with what checkpointing does around it. `micro_batch_seconds`: the trainer, for one
+        micro-batch.
     """
     from transformers import LlamaConfig
 
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, vocab_size=32, num_hidden_layers=4, num_attention_heads=2
-    )
-    run = _pass(config, 1, 4, device)
-    return typical(run) / len(operations_of(run))
+    def config() -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=16, intermediate_size=32, vocab_size=32, num_hidden_layers=4, num_attention_heads=2
+        )
+
+    plain, again = (_pass(config(), 1, 4, device, checkpointing=c) for c in (False, True))
+    seconds, longer = typical(plain), typical(again)
+    count, more = len(operations_of(plain)), len(operations_of(again))
+    one = seconds / count
+    return {
+        "overhead_seconds": one,
+        "overhead_again_seconds": max(one, (longer - seconds) / (more - count)),
+        "micro_batch_seconds": max(0.0, _micro_batch(config(), device) - seconds),
+    }
+
+
+def _micro_batch(config: Any, device: str) -> float:
+    """Seconds of the trainer's one more micro-batch, its pass included."""
+    from thrifty.planner.measure import measure
+    from thrifty.planner.workload import make_workload
+
+    few, many = 1, 9
+    workload = make_workload(config.to_dict(), task="causal-lm", methods=["adamw"], seq_len=4)
+    took = [
+        measure(workload, micro_batch=1, accumulation=n, device=device, steps=8, memory=False).step_seconds or 0.0
+        for n in (few, many)
+    ]
+    return (took[1] - took[0]) / (many - few)
 
 
 def in_step(typical: Typical, measured: Mapping[str, Any]) -> float:
@@ -80,7 +109,7 @@ def _configs() -> Iterator[tuple[Any, bool]]:
     yield GPT2Config(**small, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLMLoss"), True
 
 
-def _pass(config: Any, batch: int, length: int, device: str) -> Callable[[], None]:
+def _pass(config: Any, batch: int, length: int, device: str, *, checkpointing: bool = False) -> Callable[[], None]:
     """Forward and backward pass of a model on a batch of one token id."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -88,6 +117,8 @@ def _pass(config: Any, batch: int, length: int, device: str) -> Callable[[], Non
     config.use_cache = False
     model: PreTrainedModel = auto.from_config(config)
     model.train()
+    if checkpointing:
+        _hf.enable_checkpointing(model, {"use_reentrant": False})
     model.to(device)  # type: ignore[arg-type]
     ids = torch.ones(batch, length, dtype=torch.int64, device=device)
 

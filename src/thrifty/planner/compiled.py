@@ -146,6 +146,16 @@ class Compiled:
         number, event, last = references[moment].tolist()
         return program.phase(number, event, int(times[program.dim[number]]) - 1 if last else 0, times)
 
+    @cached_property
+    def adding_ops(self) -> np.ndarray:
+        """Operations that add the gradients of a later micro-batch to those that are there: (shapes,) of `OP_TYPE`."""
+        rows = [
+            ("aten.add_", "backward", group.dtype, count, 0.0, 2.0 * group.nbytes, group.nbytes, 0.0, 0.0, 0.0, 0.0)
+            for group, count in self.step.parameter_counts()
+            if group.trainable
+        ]
+        return np.array(rows, OP_TYPE)
+
     def _program(self, batch: int) -> Program:
         programs = self.step.programs
         return programs["one" if batch == 1 and "one" in programs else "many"]

@@ -224,6 +224,7 @@ class Evaluator:
         self._times: dict[Any, tuple[Any, Any]] = {}
         self._bodies: dict[Any, tuple[Any, tuple[np.ndarray, np.ndarray]]] = {}
         self._updates: dict[int, tuple[Any, float]] = {}
+        self._adding: dict[int, tuple[Any, float]] = {}
 
     @cached_property
     def sample_bytes(self) -> int:
@@ -333,7 +334,8 @@ class Evaluator:
         states, n = compiled.bytes, self.devices
         share = 1 if sharding in ("none", "ddp") else n
         update = self._update_seconds(compiled) / share
-        compute = accumulation * times.seconds
+        compute = accumulation * (times.seconds + TimeModel(self.device).micro_batch)
+        compute = compute + (accumulation - 1) * self._adding_seconds(compiled)
         if n == 1:
             return compute + update
         ring = (n - 1) / n / self.device.link_bandwidth
@@ -347,6 +349,15 @@ class Evaluator:
         reduce = 2 * ring * states["gradients"]
         waits = -(-states["gradients"] // _DDP_BUCKET_BYTES) * _COLLECTIVE_SECONDS
         return compute + np.maximum(0.0, reduce - times.backward_seconds) + waits + update
+
+    def _adding_seconds(self, compiled: Compiled) -> float:
+        """Seconds that each micro-batch after the first takes longer, as it adds to gradients."""
+        key = id(compiled.step)
+        if key not in self._adding:
+            ops = compiled.adding_ops
+            seconds = float(TimeModel(self.device).step(ops).seconds[0]) if len(ops) else 0.0
+            self._adding[key] = compiled.step, seconds
+        return self._adding[key][1]
 
     def _update_seconds(self, compiled: Compiled) -> float:
         ops = compiled.update_ops

@@ -112,7 +112,10 @@ class TimeModel:
         each = self.kernels(ops, pointwise) * counts * self.in_step
         kernel = each.sum(-1)
         # A fused chain of about four operations is one launch.
-        issue = np.full(len(ops), float(np.where(pointwise, 0.25, 1.0) @ counts) * self.overhead * self.in_step)
+        launches = np.where(pointwise, 0.25, 1.0) * counts
+        again = phases == "recompute"
+        waits = launches[~again].sum() * self.overhead + launches[again].sum() * self.overhead_again
+        issue = np.full(len(ops), float(waits) * self.in_step)
         late = np.isin(phases, ("backward", "recompute"))
         # Copies between host and device run beside the computation of their pass.
         moving = np.array([short_name(n) in _TRANSFERS for n in names], bool)
@@ -133,6 +136,19 @@ class TimeModel:
         if self.measured is not None:
             return float(self.measured["overhead_seconds"])
         return self.device.launch_seconds
+
+    @property
+    def overhead_again(self) -> float:
+        """Host seconds for one operation that is computed again in the backward pass, checkpointing itself included."""
+        return self.overhead if self.measured is None else float(self.measured["overhead_again_seconds"])
+
+    @property
+    def micro_batch(self) -> float:
+        """Seconds of the trainer for each micro-batch: the loader, the count of its tokens, the callbacks. An
+        accelerator computes meanwhile."""
+        if self.measured is None or self.device.kind != "cpu":
+            return 0.0
+        return float(self.measured["micro_batch_seconds"]) * self.in_step
 
     @property
     def in_step(self) -> float:

@@ -31,8 +31,6 @@ from thrifty.remote_code import auto_class_name
 from thrifty.safety.normalise import ignores_num_items
 
 IGNORED = -100
-LEAST_ROWS = 256
-"""Smaller products lose more time in adding to the gradient of the head than they save memory."""
 
 
 def chunked_cross_entropy(
@@ -200,7 +198,6 @@ class ChunkedHead:
         divides: Whether the loss is divided by the argument `num_items_in_batch`, where it is given.
         chosen_only: Whether tokens whose label is ignored are left out of the product. Their number depends on the
             data, which a dry run does not have.
-        least_rows: A chunk has so many tokens, where there are enough.
 
     Raises:
         NotApplicable: The model is no language model with one linear head.
@@ -215,7 +212,6 @@ class ChunkedHead:
         z_loss: float = 0.0,
         divides: bool = True,
         chosen_only: bool = False,
-        least_rows: int = 1,
     ) -> None:
         bare = _bare(model)
         kind = auto_class_name(bare)
@@ -235,7 +231,7 @@ class ChunkedHead:
         self.balance: float = getattr(text, "router_aux_loss_coef", 0.0) or 0.0
         self.shifts = kind == "AutoModelForCausalLM"
         self.chunks, self.label_smoothing, self.z_loss, self.divides = chunks, label_smoothing, z_loss, divides
-        self.chosen_only, self.least_rows = chosen_only, least_rows
+        self.chosen_only = chosen_only
         self.always = False  # also outside of training: for the comparison with the model's own loss
         self.loss_only: Callable[[], bool] = lambda: False
         """Says outside of training whether nothing but the loss is wanted of the coming forward pass."""
@@ -279,7 +275,7 @@ class ChunkedHead:
             linear.weight,
             targets,
             linear.bias,
-            chunks=min(self.chunks, max(1, targets.numel() // self.least_rows)),
+            chunks=self.chunks,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
             softcap=self.softcap,
@@ -352,7 +348,7 @@ def compare(model: nn.Module, head: ChunkedHead) -> None:
     exact=True,
     tasks=("causal-lm", "masked-lm"),
     claims=("loss",),
-    preset={"chunks": 3, "z_loss": 0.01, "least_rows": 1},
+    preset={"chunks": 3, "z_loss": 0.01},
     choices={"free": [{}]},
     bench_order=30,
 )
@@ -361,13 +357,12 @@ class ChunkedCrossEntropy(Method):
     """The loss chunk by chunk."""
 
     chunks: int = 8
-    """Parts into which the tokens of a micro-batch are divided: more need less memory and make smaller products."""
+    """Parts into which the tokens of a micro-batch are divided: more need less memory and make smaller products, which
+    lose some time where a part has fewer than some 100 tokens."""
     label_smoothing: float = 0.0
     """Share of the target's probability that is spread over the vocabulary."""
     z_loss: float = 0.0
     """Weight of the squared logarithm of the softmax's normaliser, which keeps logits from drifting; PaLM has 1e-4."""
-    least_rows: int = LEAST_ROWS
-    """A chunk has so many tokens, where there are enough; 1 divides small micro-batches too, for the least memory."""
 
     head: ChunkedHead | None = field(default=None, init=False, repr=False)
 
@@ -378,8 +373,6 @@ class ChunkedCrossEntropy(Method):
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if self.z_loss < 0:
             raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
-        if self.least_rows < 1:
-            raise ValueError(f"least_rows must be at least 1, got {self.least_rows}")
 
     def configure(self, args: Any, ctx: Any) -> dict[str, Any]:
         if args.label_smoothing_factor:
@@ -432,7 +425,6 @@ class ChunkedCrossEntropy(Method):
             z_loss=self.z_loss,
             divides=divides,
             chosen_only=not ctx.planning,
-            least_rows=1 if ctx.planning else self.least_rows,
         )
         # The smoothed loss is no measure to validate by.
         if not self.label_smoothing and not self.z_loss:
