@@ -40,6 +40,22 @@ def test_every_job_has_a_process_of_its_own() -> None:
     assert len({os.getpid(), *(one.steps for one in found)}) == 3
 
 
+def parent(job: Job) -> Outcome:
+    return Outcome(steps=os.getppid(), tokens=hash("the seed of hashing"))
+
+
+def test_a_renewed_server_is_another_process_with_another_seed() -> None:
+    processes = FreshProcesses("forkserver", run=parent)
+    assert processes.server_seconds > 0
+    first, same = (processes.run(job("fine")) for _ in range(2))
+    processes.renew()
+    other = processes.run(job("fine"))
+    assert os.getpid() not in {first.steps, other.steps}
+    assert (first.steps, first.tokens) == (same.steps, same.tokens)
+    assert first.steps != other.steps
+    assert first.tokens != other.tokens or "PYTHONHASHSEED" in os.environ
+
+
 def take_turns(job: Job) -> Outcome:
     """Notes when each of its six steps begins and ends."""
     if job.arm == "error":

@@ -34,7 +34,7 @@ def measured(tmp_path_factory):
 def test_everything_is_measured_and_positive(measured) -> None:
     found, _ = measured
     assert 0 < found["overhead_seconds"] <= found["overhead_again_seconds"]
-    assert found["micro_batch_seconds"] > 0
+    assert found["micro_batch_seconds"] >= 0
     assert found["fresh_page_seconds"] >= 0
     assert found["in_step"] > 0
     for table in found["products"].values():

@@ -82,6 +82,7 @@ def plan(
     first: Outcome,
     spent_seconds: float,
     limit: int,
+    server_seconds: float = 0.0,
 ) -> Plan:
     """Divides the time that is left.
 
@@ -92,12 +93,13 @@ def plan(
         first: A measurement of the baseline with an evaluation.
         spent_seconds: Since the bench began.
         limit: The most steps that the run file allows.
+        server_seconds: What a round takes before its first process can begin.
 
     Raises:
         InputError: Even the fewest rounds and steps do not fit.
     """
     base = speed[arms[0]]
-    round_seconds = sum(_seconds(speed[arm]) for arm in [*arms, arms[0]])
+    round_seconds = server_seconds + sum(_seconds(speed[arm]) for arm in [*arms, arms[0]])
 
     def loss_seconds(steps: int) -> float:
         total = 0.0

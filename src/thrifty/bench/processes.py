@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
@@ -50,10 +51,31 @@ class FreshProcesses:
         self.method: StartMethod = method or start_method()
         self.run_job = run
         self._context: Any = multiprocessing.get_context(self.method)
+        self.server_seconds = 0.0
+        """What the start of a server took."""
         if self.method == "forkserver":
             self._context.set_forkserver_preload(["thrifty.bench.preload"])
-            with _no_stderr():  # the server keeps what it starts with; its imports have much to say
-                forkserver.ensure_running()
+            self._serve()
+
+    def renew(self) -> None:
+        """Replaces the process that all others are forks of by a new one, for what comes after.
+
+        Its forks inherit its addresses and its order of hashing: the same code then runs some per cent faster or slower
+        in all of them, another code path by another amount, and repeats do not show it. With a server for each
+        round they do.
+        """
+        if self.method == "forkserver":
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
+            self._serve()
+
+    def _serve(self) -> None:
+        begin = time.perf_counter()
+        with _no_stderr():  # the server keeps what it starts with; its imports have much to say
+            forkserver.ensure_running()
+        ready = self._context.Process(target=_nothing)
+        ready.start()
+        ready.join()
+        self.server_seconds = time.perf_counter() - begin
 
     def run(self, job: Job) -> Outcome:
         """Runs one job and waits for it.
@@ -113,6 +135,10 @@ class FreshProcesses:
                 for _, ours, process, _ in running:
                     _end(ours, process)
         return [found[number] for number in range(len(jobs))]
+
+
+def _nothing() -> None:
+    """What a process does that only waits for its server."""
 
 
 def _end(receiver: Connection, process: Any) -> None:

@@ -165,8 +165,9 @@ class Session:
             limit = int(self.options.run.get("max_steps", -1))
             spent = time.monotonic() - begun
             made = plan(
-                self.options, speed, [arm.id for arm in self.running], first, spent, limit if limit > 0 else 1000
-            )
+                self.options, speed, [arm.id for arm in self.running], first, spent, limit if limit > 0 else 1000,
+                getattr(self.processes, "server_seconds", 0.0),
+            )  # fmt: skip
             kept = self.state.note("plan", made.to_dict())
         self.plan = Plan(**kept)
         self.progress.say(f"plan: {self.plan.text}")
@@ -186,6 +187,8 @@ class Session:
             self.progress.expect(len(order))
         elif number % 2:
             order.reverse()
+        if number and any(f"speed/{name}/{number}" not in self.state.outcomes for _, name in order):
+            self._renew()
         steps = WARM_UP_STEPS + self.timed if self.timed else timed_steps(self._pace())
         self._together([(arm, name) for arm, name in order if arm.id not in self.reasons], number, steps)
         for arm, name in order:
@@ -195,6 +198,12 @@ class Session:
             found = self._measure("speed", arm, number, steps=steps, name=name)
             if found.reason is not None:
                 self._drop(arm, found)
+
+    def _renew(self) -> None:
+        """Every round has a server of its own: see `FreshProcesses.renew`."""
+        renew = getattr(self.processes, "renew", None)
+        if renew is not None:
+            renew()
 
     def _together(self, order: list[tuple[Arm, str]], number: int, steps: int) -> None:
         """Measures a round with all its processes taking turns, where they fit into memory beside each other.

@@ -11,7 +11,8 @@ round one number a row is kept: the logarithm of its value over the geometric me
   too short and cover far less than they say. The t interval is exact for normal noise and pays for few rounds with
   width.
 - *One process is one value*, however many steps it timed: two processes that run the same code differ for good by their
-  memory layout, so that steps of one process are no independent measurements of a row.
+  memory layout, so that steps of one process are no independent measurements of a row. Processes forked from one server
+  share most of that layout, so that each round has a server of its own.
 - *99 % for speed*, because a table makes many claims at once: at 95 % an A/A pair would be called different once in
   twenty, at 99 % a table of eight rows is right in nine of ten. Losses come from only three seeds, of which a 99 %
   interval would say nothing, and have 95 %.

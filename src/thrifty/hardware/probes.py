@@ -43,29 +43,29 @@ def framework(typical: Typical, device: str) -> dict[str, float]:
     """
     from transformers import LlamaConfig
 
-    def config() -> LlamaConfig:
-        return LlamaConfig(
-            hidden_size=16, intermediate_size=32, vocab_size=32, num_hidden_layers=4, num_attention_heads=2
-        )
-
-    plain, again = (_pass(config(), 1, 4, device, checkpointing=c) for c in (False, True))
+    shape = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 4}
+    plain, again = (
+        _pass(LlamaConfig(**shape, num_attention_heads=2), 1, 4, device, checkpointing=chosen)
+        for chosen in (False, True)
+    )
     seconds, longer = typical(plain), typical(again)
     count, more = len(operations_of(plain)), len(operations_of(again))
     one = seconds / count
     return {
         "overhead_seconds": one,
         "overhead_again_seconds": max(one, (longer - seconds) / (more - count)),
-        "micro_batch_seconds": max(0.0, _micro_batch(config(), device) - seconds),
+        "micro_batch_seconds": max(0.0, _micro_batch(shape, device) - seconds),
     }
 
 
-def _micro_batch(config: Any, device: str) -> float:
+def _micro_batch(shape: Mapping[str, int], device: str) -> float:
     """Seconds of the trainer's one more micro-batch, its pass included."""
     from thrifty.planner.measure import measure
     from thrifty.planner.workload import make_workload
 
     few, many = 1, 9
-    workload = make_workload(config.to_dict(), task="causal-lm", methods=["adamw"], seq_len=4)
+    config = {"model_type": "llama", **shape, "num_attention_heads": 2}
+    workload = make_workload(config, task="causal-lm", methods=["adamw"], seq_len=4)
     took = [
         measure(workload, micro_batch=1, accumulation=n, device=device, steps=8, memory=False).step_seconds or 0.0
         for n in (few, many)
