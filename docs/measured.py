@@ -117,7 +117,8 @@ def regret(result: dict[str, Any]) -> list[str]:
         "## The choice", "",
         f"{result['done']} of {result['of']} workloads on a CPU with a limit on memory, each with a measured sweep of "
         f"all configurations in {result['rounds']} alternating rounds: the choice was within the limit in "
-        f"{result['within_limit']}, and within 5 % of the best in {result['good']}. Median of its time over the "
+        f"{result['within_limit']}; in {result['good']} the interval of its time over the best's includes or lies "
+        f"below 1.05. Median of its time over the "
         f"best's: {result['median_ratio']:.3f}. Step time: mean error {percent(result['mean_time_error'])}; memory: "
         f"median error {percent(result['median_memory_error'])}, worst {percent(result['worst_memory_error'])}.", "",
         "| workload | configurations | limit | chosen over best | interval | within the limit |",

@@ -103,6 +103,26 @@ def test_operations_are_those_of_the_step_model() -> None:
             assert ours[field][row] @ ours["count"][row] == pytest.approx(theirs[field] @ theirs["count"])
 
 
+def test_micro_batches_after_the_first_add_to_gradients() -> None:
+    from thrifty.hardware.devices import get_device
+    from thrifty.planner.search import Evaluator
+    from thrifty.planner.structure import Structure
+    from thrifty.planner.time import TimeModel
+    from thrifty.recipe import Recipe
+
+    device, workload = get_device("a100"), make_workload(TINY, seq_len=128)
+    compiled = Structure(workload, Recipe([]), device).compile()
+    adding = compiled.adding_ops
+    assert adding["written"] @ adding["count"] == compiled.bytes["gradients"]
+    assert (adding["read"] == 2 * adding["written"]).all()
+    evaluator = Evaluator(workload, device, 1)
+    times = evaluator.times(compiled, np.array([2]))
+    one, two, five = evaluator.step_seconds(compiled, times, np.array([1, 2, 5]), "none")
+    later = times.seconds[0] + TimeModel(device).step(adding).seconds[0]
+    assert two - one == pytest.approx(later)
+    assert five - two == pytest.approx(3 * later)
+
+
 def test_with_room_the_plan_takes_no_saving_choice(unlimited) -> None:
     assert unlimited.chosen is not None
     assert unlimited.chosen.methods == []

@@ -65,6 +65,21 @@ def test_many_small_operations_are_bound_by_launches() -> None:
     assert step.seconds[0] == pytest.approx(1000 * A100.launch_seconds)
 
 
+def test_a_calibrated_cpu_counts_what_runs_around_the_kernels() -> None:
+    measured = {
+        "overhead_seconds": 1e-5, "overhead_again_seconds": 4e-5, "micro_batch_seconds": 1e-3, "in_step": 1.5,
+        "kernels": {"add": {"float32": [[1e3, 1e-6], [1e6, 1e-3]]}}, "fresh_page_seconds": 0.0,
+    }  # fmt: skip
+    cpu = TimeModel(replace(get_device("cpu"), calibration=measured))
+    ops = op("aten.add", "float32", read=500, written=500, count=10)
+    assert cpu.step(ops).seconds[0] == pytest.approx(1.5 * 10 * (1e-6 + 1e-5))
+    ops["phase"] = "recompute"
+    assert cpu.step(ops).seconds[0] == pytest.approx(1.5 * 10 * (1e-6 + 4e-5))
+    assert cpu.micro_batch == pytest.approx(1.5e-3)
+    assert TimeModel(replace(A100, calibration=measured)).micro_batch == 0.0  # it computes meanwhile
+    assert TimeModel(A100).micro_batch == 0.0
+
+
 def test_fusing_saves_reads_and_launches() -> None:
     ops = op("aten.mul", read=2e9, written=1e9, count=4)
     plain, fused = TimeModel(A100).step(ops), TimeModel(A100).step(ops, fused=True)
