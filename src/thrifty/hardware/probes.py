@@ -43,7 +43,7 @@ def framework(typical: Typical, device: str) -> dict[str, float]:
     """
     from transformers import LlamaConfig
 
-    shape = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 4}
+    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 4}
     plain, again = (
         _pass(LlamaConfig(**shape, num_attention_heads=2), 1, 4, device, checkpointing=chosen)
         for chosen in (False, True)
@@ -106,7 +106,7 @@ def _configs() -> Iterator[tuple[Any, bool]]:
     yield LlamaConfig(**shape, intermediate_size=512), True
     yield BertConfig(**shape, intermediate_size=768), False
     small = {"n_embd": 160, "n_layer": 3, "n_head": 5, "vocab_size": 2048, "n_positions": 128}
-    yield GPT2Config(**small, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLMLoss"), True
+    yield GPT2Config(**small, bos_token_id=0, eos_token_id=0), True
 
 
 def _pass(config: Any, batch: int, length: int, device: str, *, checkpointing: bool = False) -> Callable[[], None]:
