@@ -105,7 +105,7 @@ def _configs() -> Iterator[tuple[Any, bool]]:
     shape: dict[str, Any] = {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 2048}
     yield LlamaConfig(**shape, intermediate_size=512), True
     yield BertConfig(**shape, intermediate_size=768), False
-    small = {"n_embd": 160, "n_layer": 3, "n_head": 5, "vocab_size": 2048, "n_positions": 128}
+    small: dict[str, Any] = {"n_embd": 160, "n_layer": 3, "n_head": 5, "vocab_size": 2048, "n_positions": 128}
     yield GPT2Config(**small, bos_token_id=0, eos_token_id=0), True
 
 
