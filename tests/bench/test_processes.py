@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -40,20 +43,36 @@ def test_every_job_has_a_process_of_its_own() -> None:
     assert len({os.getpid(), *(one.steps for one in found)}) == 3
 
 
-def parent(job: Job) -> Outcome:
+SERVERS = """
+import json, os
+from thrifty.bench.measure import Job, Outcome
+from thrifty.bench.processes import FreshProcesses
+
+def parent(job):
     return Outcome(steps=os.getppid(), tokens=hash("the seed of hashing"))
 
-
-def test_a_renewed_server_is_another_process_with_another_seed() -> None:
+if __name__ == "__main__":
     processes = FreshProcesses("forkserver", run=parent)
-    assert processes.server_seconds > 0
-    first, same = (processes.run(job("fine")) for _ in range(2))
+    seconds, job = processes.server_seconds, Job(kind="speed", arm="fine", run={})
+    found = [processes.run(job) for _ in range(2)]
     processes.renew()
-    other = processes.run(job("fine"))
-    assert os.getpid() not in {first.steps, other.steps}
-    assert (first.steps, first.tokens) == (same.steps, same.tokens)
-    assert first.steps != other.steps
-    assert first.tokens != other.tokens or "PYTHONHASHSEED" in os.environ
+    found.append(processes.run(job))
+    print(json.dumps({"seconds": seconds, "found": [[one.steps, one.tokens, one.reason] for one in found]}))
+"""
+
+
+def test_a_renewed_server_is_another_process_with_another_seed(tmp_path) -> None:
+    script = tmp_path / "servers.py"
+    script.write_text(SERVERS)
+    settings = {key: value for key, value in os.environ.items() if key != "PYTHONHASHSEED"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=settings, check=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    first, same, other = said["found"]
+    assert said["seconds"] > 0
+    assert first == same
+    assert [first[2], other[2]] == [None, None]
+    assert first[0] != other[0]
+    assert first[1] != other[1]
 
 
 def take_turns(job: Job) -> Outcome:
