@@ -171,7 +171,9 @@ def test_sigkill_during_saves_never_loses_what_was_committed(tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(KILL_SCRIPT.format(here=str(Path(__file__).parent))))
     run_dir, rng, inside = tmp_path / "run", random.Random(0), 0
-    for _ in range(4):
+    for kill in range(20):
+        if kill >= 4 and inside:
+            break  # a busy machine needs more of them until one falls inside a save
         with subprocess.Popen([sys.executable, str(script), str(run_dir)], stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == "ready\n"
