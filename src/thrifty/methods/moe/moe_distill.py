@@ -125,6 +125,9 @@ class _Held:
         "section:peft": "adapters would be added to the mixture, and its student has none",
         "section:growth": "a student that changes its layers in mid-run is not the mean of its teacher",
         "section:initialization": "the student starts from its teacher, a new initialisation discards that",
+        "section:sparsity": "masks are chosen for the layers of the mixture, which its student does not have",
+        "chunked-cross-entropy": "it compares the student's logits, which would never be made",
+        "unpadding": "the student would see joined samples, and its teacher padded ones",
     },
 )
 @dataclass(kw_only=True)
