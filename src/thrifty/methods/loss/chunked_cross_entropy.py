@@ -358,7 +358,7 @@ class ChunkedCrossEntropy(Method):
 
     chunks: int = 8
     """Parts into which the tokens of a micro-batch are divided: more need less memory and make smaller products, which
-    lose some time where a part has fewer than some 100 tokens."""
+    lose some time where a part has few tokens."""
     label_smoothing: float = 0.0
     """Share of the target's probability that is spread over the vocabulary."""
     z_loss: float = 0.0
