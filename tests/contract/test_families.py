@@ -25,14 +25,6 @@ FAMILIES: dict[str, tuple[str, Any]] = {
 }
 STEPS, KEPT = 4, 2
 
-# Should work, or be refused before training; they fail in its midst.
-OPEN = {
-    **dict.fromkeys([("bert2bert", "t5"), ("net2net", "t5"), ("ligo", "t5")], "two stacks grow, and heads with them"),
-    **dict.fromkeys([(n, "mixtral") for n in ("lora-ga", "olora", "pissa")], "experts are parameters, not layers"),
-    ("prefix-tuning", "bert-classifier"): "peft's own error: the model takes no past keys",
-    ("qlora", "t5"): "T5 casts to the data type of a weight that has 4 bits",
-}
-
 
 def families_of(name: str) -> list[str]:
     tasks = registry.get(name).spec.tasks
@@ -46,8 +38,7 @@ def model_of(family: str) -> Any:
 
 def cells() -> list[Any]:
     found = [(name, family) for name in registry.names() for family in families_of(name)]
-    marks = {cell: pytest.mark.xfail(reason=OPEN[cell], strict=True) for cell in OPEN}
-    return [pytest.param(*cell, marks=marks.get(cell, ()), id="-".join(cell)) for cell in found]
+    return [pytest.param(*cell, id="-".join(cell)) for cell in found]
 
 
 @pytest.mark.soak

@@ -121,6 +121,9 @@ def test_in_ones_own_loop():
 def test_refused(tmp_path):
     with pytest.raises(NotApplicable, match="nothing to grow"):
         tiny.trainer(tmp_path, [{"bert2bert": {"width": 1.0, "start_layers": 2}}])
+    for name in ("bert2bert", "net2net", "ligo"):
+        with pytest.raises(NotApplicable, match=f"{name}: T5ForConditionalGeneration has no single hidden size"):
+            tiny.trainer(tmp_path, [name], tiny.t5())
     with pytest.raises(NotApplicable, match="too few to grow"):
         tiny.trainer(tmp_path, ["bert2bert"], max_steps=1)
     with pytest.raises(InputError, match="initialisation"):

@@ -101,6 +101,17 @@ def test_gradients_are_those_of_the_dequantised_model(family):
     assert merged.state_dict().keys() == build().state_dict().keys()
 
 
+def test_what_a_model_keeps_in_full_precision_stays(tmp_path):
+    """T5's code reads the data type of `wo`; transformers does not quantise it either."""
+    model = tiny.t5()
+    names = quantise(model, "test")
+    assert len(names) == len([n for n in names if ".wo" not in n]) > 0
+    assert type(model.encoder.block[0].layer[1].DenseReluDense.wo) is torch.nn.Linear
+    run = tiny.trainer(tmp_path, [{"qlora": {"r": 2, "alpha": 4}}], tiny.t5(), max_steps=2)
+    run.train()
+    assert all(torch.isfinite(torch.tensor(tiny.losses(run))))
+
+
 def test_merging_into_the_original_weights_would_be_wrong():
     """The adapter learned on rounded weights: this is why `merge` adds to those."""
     inputs = loops.batch(tiny.llama())

@@ -173,6 +173,11 @@ def test_refusals(tmp_path):
         tiny.trainer(tmp_path, [{"pissa": {"r": 17}}])
     with pytest.raises(NotApplicable, match=r"methods\.lora-ga\.r=9.*needs 18 singular vectors"):
         tiny.trainer(tmp_path, [{"lora-ga": {"r": 9}}])
+    for name in ("pissa", "olora", "lora-ga"):
+        with pytest.raises(NotApplicable, match=rf"methods\.{name}\.target_modules.*MixtralExperts.*'q_proj'"):
+            tiny.trainer(tmp_path, [{name: {"r": 2}}], tiny.mixtral())
+        named = tiny.trainer(tmp_path, [{name: {"r": 2, "target_modules": ["q_proj", "v_proj"]}}], tiny.mixtral())
+        assert len(lora_layers(named.model)) == 4
     for setting in ({"pissa": {"iterations": 0}}, {"lora-ga": {"batches": 0}}, {"lora-ga": {"gamma": 0}}):
         with pytest.raises(InputError, match=next(iter(next(iter(setting.values()))))):
             Recipe.parse([setting])

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForImageClassification, AutoModelForMaskedLM
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+)
 
 import tiny
 from methods import adapters, loops
@@ -134,6 +139,10 @@ def test_virtual_tokens_refusals(tmp_path):
             tiny.trainer(tmp_path, [{name: {"tokens": 64}}])
         with pytest.raises(InputError, match="tokens must be at least 1"):
             Recipe.parse([{name: {"tokens": 0}}])
+    config = DistilBertConfig(vocab_size=64, dim=16, n_layers=1, n_heads=4, hidden_dim=32)
+    classifier = DistilBertForSequenceClassification(config)
+    with pytest.raises(NotApplicable, match=r"`past_key_values`, and DistilBertForSequenceClassification .* Fix: lora"):
+        tiny.trainer(tmp_path, ["prefix-tuning"], classifier)
     with pytest.raises(NotApplicable, match=r"prefix-tuning: a recomputed block"):
         tiny.trainer(tmp_path, ["prefix-tuning"], gradient_checkpointing=True)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thrifty import _hf
 from thrifty.architecture import main_blocks
 from thrifty.method import Method, NotApplicable, Phase
-from thrifty.methods.growth._width import growing_axes
+from thrifty.methods.growth._width import check_maps, growing_axes, unit_maps
 
 # {new parameter: old parameter whose optimizer state it inherits, or None}, as `trainer.replace_model` takes it.
 ParameterMap = dict[str, str | None]
@@ -110,7 +110,9 @@ class GrowOnce(Method):
         if any(not p.requires_grad for p in model.parameters()):
             raise NotApplicable(f"{self.name}: growth trains all weights, and some are frozen", fix="unfreeze them")
         depth = len(main_blocks(model, self.name))
-        if not all(hasattr(whole.config, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")):
+        sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        # An encoder-decoder has two of each, of which the configuration's common names give one.
+        if getattr(whole.config, "is_encoder_decoder", False) or not all(hasattr(whole.config, k) for k in sizes):
             raise NotApplicable(
                 f"{self.name}: {type(model).__name__} has no single hidden size and number of blocks to grow",
                 fix="use a model with one stack of blocks (Llama, GPT-2, BERT, ViT, ...)",
@@ -132,7 +134,11 @@ class GrowOnce(Method):
             )
         self.full_config = copy.deepcopy(whole.config)
         small = build(model, self.small_config(self.full_config))
-        growing_axes(small, model, self.name)  # refuses now what it does not understand
+        # Refuses now what it does not understand.
+        check_maps(
+            growing_axes(small, model, self.name),
+            unit_maps(small.config, whole.config, torch.Generator()),
+        )
         return small
 
     def phases(self, model_config: Any, total_steps: int) -> list[Phase]:

@@ -212,6 +212,12 @@ def expand(
     return tensor
 
 
+def check_maps(axes: Mapping[str, tuple[Axis | None, ...]], maps: Mapping[Pair, UnitMap]) -> None:
+    """Raises `NotApplicable` where an axis grows for which there is no map."""
+    for kind in (axis for found in axes.values() for axis in found if axis is not None):
+        _lookup(maps, kind)
+
+
 def _lookup(maps: Mapping[Pair, UnitMap], kind: Axis) -> UnitMap:
     if kind.pair not in maps:
         raise NotApplicable(

@@ -100,6 +100,21 @@ class CompensatedLora(LoraFamily):
         """How many singular vectors a weight must have for this start."""
         return self.r
 
+    def _add(self, model: nn.Module, ctx: Any) -> PeftModel:
+        adapted = super()._add(model, ctx)
+        layers = {name: layer.get_base_layer() for name, layer in lora_layers(adapted).items()}
+        experts = [name for name, base in layers.items() if not hasattr(base, "weight")]
+        if experts:
+            linear = sorted({name.rpartition(".")[2] for name in layers if name not in experts})
+            raise NotApplicable(
+                f"{self.name}: decomposes the weight of a linear layer, and {experts[0].removeprefix('base_model.')} "
+                f"({type(layers[experts[0]]).__name__}) holds its experts' weights as one tensor",
+                key=f"methods.{self.name}.target_modules",
+                value=self.target_modules,
+                fix=f"name the layers outside of the experts: {linear}; or use lora for all",
+            )
+        return adapted
+
     def initialise(self, model: PeftModel, ctx: Any) -> None:
         layers = {
             name: layer

@@ -52,7 +52,8 @@ def quantise(
     device: torch.device | None = None,
     planning: bool = False,
 ) -> list[str]:
-    """Replaces every linear layer of the repeated blocks by one in NF4. Embeddings, norms and heads stay.
+    """Replaces every linear layer of the repeated blocks by one in NF4. Embeddings, norms and heads stay, and so does
+    what the model asks to keep in full precision (T5's `wo`, whose data type its code reads), as in transformers.
 
     Args:
         model: A Hugging Face model.
@@ -66,7 +67,13 @@ def quantise(
         The names of the layers.
     """
     library = bitsandbytes(who)
-    names = [name for blocks in find_blocks(model) for name in block_linears(blocks)]
+    kept = [f".{part}." for part in getattr(model, "_keep_in_fp32_modules", None) or ()]
+    names = [
+        name
+        for blocks in find_blocks(model)
+        for name in block_linears(blocks)
+        if not any(part in f".{name}." for part in kept)
+    ]
     if not names:
         raise NotApplicable(f"{who}: {type(model).__name__} has no linear layers in blocks", fix="use a Transformer")
     for name in names:

@@ -5,23 +5,26 @@ attend to. A small network can produce them while training (`projection`), which
 
 Helps: generation tasks on one shared model; it reaches deeper than prompt tuning for the same number of tokens.
 Does not help: small models or long training, where LoRA does better at the same size.
-Limits: causal language models, sequence-to-sequence models and text classifiers whose attention takes cached keys.
-Gradient checkpointing cannot be combined with it. Cannot be merged: the result is an adapter in peft's format.
+Limits: causal language models, sequence-to-sequence models, and text classifiers where the installed transformers still
+gives them `past_key_values`, which peft asks for (newer ones call it `cache`). Gradient checkpointing cannot be
+combined with it. Cannot be merged: the result is an adapter in peft's format.
 Source: Li and Liang, "Prefix-Tuning: Optimizing Continuous Prompts for Generation", ACL 2021.
 Library: peft.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
 from peft import PeftModel, PrefixTuningConfig
 from torch import nn
 
 from thrifty.method import NotApplicable, Paper, register
-from thrifty.methods.peft._adapters import CONFLICTS
+from thrifty.methods.peft._adapters import CONFLICTS, refuse_adapters, task_name
 from thrifty.methods.peft._prompts import VirtualTokens
 
 
@@ -80,6 +83,13 @@ class PrefixTuning(VirtualTokens):
         )
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> PeftModel:
+        refuse_adapters(model, self.name)
+        if task_name(model, ctx) == "text-classification" and not _takes_past_keys(model):
+            raise NotApplicable(
+                f"prefix-tuning: peft gives a classifier its prefix as `past_key_values`, and {type(model).__name__} "
+                f"has no argument of that name in transformers {transformers.__version__}",
+                fix="lora, ia3 or prompt-tuning",
+            )
         prefixed = super().prepare_model(model, ctx)
         prefixed.traced_whole = True  # type: ignore[assignment]  # one tensor holds the prefixes of all layers
         if self.projection:
@@ -93,6 +103,12 @@ class PrefixTuning(VirtualTokens):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._encoder is not None:
             self._encoder.load_state_dict(state["encoder"])
+
+
+def _takes_past_keys(model: Any) -> bool:
+    """What peft asks of a classifier or of the model below its head; newer ones take a `cache` in its place."""
+    forwards = (m.forward for m in (model, getattr(model, "base_model", model)))
+    return any("past_key_values" in inspect.signature(forward).parameters for forward in forwards)
 
 
 def _keep_narrow_weight(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -7,7 +7,7 @@ Helps: fine-tuning a model whose 16-bit weights do not fit: a 7B needs 4 GB for 
 Does not help: speed: every product dequantises its weight, forward and backward.
 Limits: needs bitsandbytes. The adapters learn on the rounded weights, so merging adds them to those, never to the
 original ones; the merged model is dense, in the data type that the base had. An adapter that is not merged belongs to
-the base loaded in four bits.
+the base loaded in four bits. What a model asks to keep in full precision (T5's `wo`) stays as it is.
 Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023.
 Library: peft, bitsandbytes.
 """
