@@ -10,7 +10,7 @@ from torch import nn
 
 import tiny
 from thrifty import NotApplicable
-from thrifty.methods.attention import unpadding
+from thrifty.methods.attention._by_sample import Layout, attention_by_sample, kept
 from thrifty.methods.attention.unpadding import Unpadded, join
 
 FAMILIES = {"llama": tiny.llama, "gpt2": tiny.gpt2, "bert": tiny.bert, "classifier": tiny.bert_classifier}
@@ -41,7 +41,7 @@ def test_equals_the_padded_batch(family):
     found, found_gradient = _loss_and_gradient(model, batch)
     assert unpadded.padded == batch["input_ids"].numel()
     assert unpadded.computed == int(batch["attention_mask"].sum())
-    unpadding._Layout.clear()
+    Layout.clear()
     assert found == pytest.approx(loss, rel=1e-5)
     torch.testing.assert_close(found_gradient, gradient, rtol=1e-4, atol=1e-6)
     unpadded.wanted = lambda training: False
@@ -63,7 +63,7 @@ def test_samples_do_not_see_each_other(family):
         first = model(**unpadded.inputs(batch)).logits[0]
         batch["input_ids"][0, : length - 1] = 5
         second = model(**unpadded.inputs(batch)).logits[0]
-    unpadding._Layout.clear()
+    Layout.clear()
     assert torch.equal(first[length:], second[length:])
     assert not torch.equal(first[:length], second[:length])
 
@@ -167,3 +167,56 @@ def test_refuses_a_classifier_that_reads_more(tmp_path):
         tiny.trainer(tmp_path, ["unpadding"], model)
     with pytest.raises(NotApplicable, match="position_ids"):
         Unpadded(tiny.t5())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999])
+def test_dropout_drops_what_it_should_and_keeps_the_mean(p):
+    torch.manual_seed(0)
+    count = 200_001
+    factors = kept(count, p, torch.float64, torch.device("cpu"))
+    dropped = (factors == 0).double().mean().item()
+    assert factors.shape == (count,)
+    assert dropped == pytest.approx(p, abs=5 * (p * (1 - p) / count) ** 0.5 + 2**-16)
+    assert set(factors.unique().tolist()) <= {0.0, 2**16 / (2**16 - round(p * 2**16))}
+    # Four numbers come from one word of the generator: no two of them may go together.
+    signs = factors[: count - 1].view(-1, 4).sign()
+    if 0 < p < 0.9:
+        assert (torch.corrcoef(signs.T) - torch.eye(4)).abs().max() < 0.03
+    torch.manual_seed(0)
+    assert torch.equal(kept(count, p, torch.float64, torch.device("cpu")), factors)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 2)])
+def test_attention_with_dropout(causal, window):
+    """Against the formula, sample by sample, with the same numbers drawn."""
+    lengths, heads, width = [3, 5, 1], 2, 4
+    module = nn.Module()
+    module.is_causal = causal  # type: ignore[assignment]
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, heads, sum(lengths), width)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    Layout.lengths = lengths
+    try:
+        torch.manual_seed(3)
+        found, _ = attention_by_sample(module, q, k, v, None, dropout=0.4, sliding_window=window)
+    finally:
+        Layout.clear()
+    torch.manual_seed(3)
+    factors = kept(heads * sum(n * n for n in lengths), 0.4, torch.float64, q.device)
+    assert (factors == 0).any()
+    parts = []
+    for i, n in enumerate(lengths):
+        at = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
+        scores = q[0, :, at] @ k[0, :, at].mT / width**0.5
+        distance = torch.arange(n)[:, None] - torch.arange(n)
+        seen = (distance >= 0) & (distance < (window or n)) if causal else torch.ones(n, n, dtype=torch.bool)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        begin = heads * sum(m * m for m in lengths[:i])
+        parts.append(weights * factors[begin : begin + heads * n * n].view(heads, n, n) @ v[0, :, at])
+    expected = torch.cat(parts, dim=1).transpose(0, 1)[None]
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    ours = torch.autograd.grad(found, (q, k, v), upstream)
+    theirs = torch.autograd.grad(expected, (q, k, v), upstream)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, wanted)

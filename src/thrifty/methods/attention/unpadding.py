@@ -10,7 +10,8 @@ Does not help: samples of equal length. Each sample is an attention kernel of it
 very short samples may be faster padded.
 Limits: models that take `position_ids` and attend through transformers' interface (Llama, Qwen, Mistral, GPT-2, BERT
 and many more); classifiers with the layers of BERT. Checked on real samples before training: the logits must be those
-of the padded batch, else the method refuses. Padding on the right. Dropout draws other numbers.
+of the padded batch, else the method refuses. Padding on the right. Dropout draws other numbers; on a processor, that of
+the attention weights draws 16 bits for each.
 Source: Zeng et al., "ByteTransformer: A High-Performance Transformer Boosted for Variable-Length Inputs", 2022; Krell
 et al., "Efficient Sequence Packing without Cross-contamination", 2021.
 Library: torch's scaled_dot_product_attention, through transformers' attention interface.
@@ -18,7 +19,6 @@ Library: torch's scaled_dot_product_attention, through transformers' attention i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from thrifty.method import Batch, Method, NotApplicable, Paper, register
+from thrifty.methods.attention._by_sample import Layout, attention_by_sample, no_mask
 from thrifty.remote_code import auto_class_name
 
 IGNORED = -100
@@ -40,95 +39,6 @@ NAME = "thrifty_samples"
 """Under which the attention is known to transformers."""
 _BY_TOKEN = ("input_ids", "token_type_ids", "labels")
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
-
-
-class _Layout:
-    """Tokens of the samples that lie end to end in the batch at hand; None for an ordinary batch.
-
-    It is global, since a layer that is computed again in the backward pass may run in another thread.
-    """
-
-    lengths: list[int] | None = None
-    starts: Tensor | None = None
-
-    @classmethod
-    def clear(cls) -> None:
-        cls.lengths = cls.starts = None
-
-
-def attention_by_sample(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """SDPA within each sample of a row; an ordinary batch is left to transformers' own SDPA.
-
-    Args:
-        module: The attention module.
-        query: (1, heads, tokens, width), also for the next two, with fewer heads.
-        key: The same.
-        value: The same.
-        attention_mask: Of an ordinary batch.
-        dropout: Of the attention weights.
-        scaling: Of the scores.
-        is_causal: Whether a token attends to earlier ones only; None asks the module.
-        **kwargs: What the model passes on besides.
-
-    Returns:
-        (1, tokens, heads, width), and None in place of the weights.
-    """
-    if _Layout.lengths is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
-        )
-    for unknown in ("softcap", "position_bias", "s_aux"):
-        if kwargs.get(unknown) is not None:
-            raise ValueError(f"attention by sample knows no {unknown}")
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # on a CPU, heads that share keys would miss the fused kernel
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    dtype = value.dtype
-    # The processor's kernel has a backward pass in bfloat16 that takes several times that in float32.
-    slow = value.device.type == "cpu" and dtype == torch.bfloat16
-    if slow:
-        query, key, value = query.float(), key.float(), value.float()
-    with torch.autocast("cpu", enabled=False) if slow else contextlib.nullcontext():
-        parts = _samples(query, key, value, causal, dropout, scaling, kwargs.get("sliding_window"))
-    return torch.cat(parts, dim=2).transpose(1, 2).to(dtype), None
-
-
-def _samples(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float, scaling: float | None, window: int | None
-) -> list[Tensor]:
-    parts = []
-    for q, k, v in zip(*(whole.split(_Layout.lengths, dim=2) for whole in (query, key, value)), strict=True):
-        mask = _window(q, window)
-        parts.append(
-            functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=causal and mask is None
-            )
-        )
-    return parts
-
-
-def _window(query: Tensor, window: int | None) -> Tensor | None:
-    """The mask of a causal sliding window, where the sample is longer than it."""
-    length = query.shape[2]
-    if window is None or length <= window:
-        return None
-    ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
-    return ones.tril() & ones.triu(1 - window)
-
-
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return sdpa_mask(*args, **kwargs) if _Layout.lengths is None else None
 
 
 def join(batch: Mapping[str, Any], *, causal: bool) -> Batch | None:
@@ -195,7 +105,7 @@ class Unpadded:
         if place is None and kind == "AutoModelForSequenceClassification":
             raise _refusal(f"the layers of {name} are not built like BERT's")
         ALL_ATTENTION_FUNCTIONS.register(NAME, attention_by_sample)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
         self.model, self.place = bare, place
         self.before: str | None = None
         self.wanted: Callable[[bool], bool] = lambda training: training
@@ -228,10 +138,10 @@ class Unpadded:
             raise RuntimeError("unpadding: the model's attention was changed, and samples would see each other")
         joined = join(batch, causal=self.causal)
         if joined is None:
-            _Layout.clear()
+            Layout.clear()
             return dict(batch)
-        _Layout.lengths = lengths = joined.pop("lengths")
-        _Layout.starts = torch.tensor([0, *lengths[:-1]], device=joined["input_ids"].device).cumsum(0)
+        Layout.lengths = lengths = joined.pop("lengths")
+        Layout.starts = torch.tensor([0, *lengths[:-1]], device=joined["input_ids"].device).cumsum(0)
         if self.causal:
             joined["use_cache"] = False
         return joined
@@ -240,9 +150,9 @@ class Unpadded:
 def _join_batch(unpadded: Unpadded, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if args or "labels" not in kwargs or not unpadded.wanted(module.training):
         positions = kwargs.get("position_ids")
-        total = None if _Layout.lengths is None else (1, sum(_Layout.lengths))
+        total = None if Layout.lengths is None else (1, sum(Layout.lengths))
         if positions is None or tuple(positions.shape) != total:
-            _Layout.clear()  # an ordinary batch, which may come at any time
+            Layout.clear()  # an ordinary batch, which may come at any time
         return None
     given = unpadded.inputs(kwargs)
     unpadded.padded += kwargs["input_ids"].numel()
@@ -265,7 +175,7 @@ def last_projection(model: nn.Module) -> nn.Module | None:
 
 def _first_tokens(module: nn.Module, args: tuple[Tensor, ...]) -> Any:
     """Of (1, tokens, width) only the first token of each sample goes on, as (samples, 1, width)."""
-    starts = _Layout.starts
+    starts = Layout.starts
     return None if starts is None else tuple(arg[0, starts][:, None] for arg in args)
 
 
@@ -309,7 +219,7 @@ def check(model: nn.Module, unpadded: Unpadded, batch: Mapping[str, Any]) -> Non
     except (ValueError, RuntimeError, TypeError) as error:
         raise _refusal(f"{type(model).__name__} cannot be given joined samples ({error})") from error
     finally:
-        _Layout.clear()
+        Layout.clear()
         for module, mode in modes:
             module.training = mode
     joined = joined[0] if joined.dim() == 3 else joined
@@ -385,7 +295,7 @@ class Unpadding(Method):
             try:
                 return step(*args, **kwargs)
             finally:
-                _Layout.clear()  # after the backward pass, which may compute layers again
+                Layout.clear()  # after the backward pass, which may compute layers again
 
         return ended
 
