@@ -48,7 +48,7 @@ LEARNING_RATE = {"instructions": 5e-4, "films": 5e-5}
 BASE, OURS = "trainer", "thrifty"
 BOUNDS = {"trainer": 3.0, "peer": 1.2}
 QUICK_BOUNDS = {"instructions": 2.5, "films": 1.3}
-"""What `--quick` accepts against the plain Trainer in float32, of which a plain batch of film reviews is half padding."""
+"""What `--quick` accepts against the plain Trainer in float32. Half of a plain batch of film reviews is padding."""
 
 ROWS: dict[str, dict[str, Any]] = {
     "trainer": {"what": "transformers.Trainer at its defaults"},
