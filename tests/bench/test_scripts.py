@@ -165,3 +165,19 @@ def test_time_to_loss_runs_both_sides_in_turns() -> None:
     assert found["reached"] == [True, False]
     assert found["ratio"] == pytest.approx(0.2)
     assert found["cpu_ratio"] == pytest.approx(0.25)
+
+
+def test_a_check_that_fails_does_not_keep_the_others_from_running(monkeypatch, capfd) -> None:
+    check = load("check.py")
+    assert all((BENCHMARKS / f"{name}.py").exists() for name in check.CHECKS)
+    # A script that is told an unknown argument ends with 2, and one that is asked for help with 0.
+    monkeypatch.setattr(check, "CHECKS", {"overhead": ("--unknown",), "saving": ("--help",)})
+    assert check.main([]) == 1
+    said = capfd.readouterr().out
+    assert re.search(r"overhead +FAILS \(exit code 2\)", said)
+    assert re.search(r"saving +holds", said)
+    assert check.main(["saving"]) == 0
+    with pytest.raises(SystemExit) as refused:
+        check.main(["nothing"])
+    assert refused.value.code == 2
+    assert "there are overhead, saving" in capfd.readouterr().err
