@@ -28,7 +28,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "start_up": OUT,
     "saving": QUICK,
     "search_speed": OUT,
-    "utilisation": OUT,
+    "utilisation": ("--rounds", "5", *OUT),
     "fine_tuning": QUICK,
     "time_to_loss": QUICK,
     "bench_can_tell": ("--repeats", "2", *OUT),
