@@ -50,7 +50,7 @@ RECIPE = Path(recipes.__file__).parent / "pretrain-small.yaml"
 LIMIT, QUICK_LIMIT = 0.25, 0.45
 """The share of the baseline's time that the recipe may take."""
 QUICK_SHARE = 0.26
-"""Of the recipe's steps with `--quick`, where the baseline makes a quarter of its own: the rates of both were chosen for
+"""Of the recipe's steps with `--quick`; the baseline makes a quarter of its own. The rates of both were chosen for
 whole runs, and the recipe's suffer more from a short one."""
 OURS = ["eval_strategy=no", "save_strategy=no", "max_new_tokens=0"]
 """What is not training is left out on both sides."""
