@@ -13,6 +13,7 @@ import yaml
 from thrifty.errors import InputError
 from thrifty.report import write_all
 from thrifty.report.card import write_card
+from thrifty.report.describe import environment_entries
 from thrifty.report.html import write_report
 from thrifty.report.links import pieces
 from thrifty.report.metrics import MetricsLog
@@ -226,3 +227,11 @@ def test_links_only_to_web_addresses() -> None:
     assert pieces(["javascript:alert(1)", "see https://a.org/b?c=1."]) == [
         ("javascript:alert(1); see ", None), ("a.org/b?c=1", "https://a.org/b?c=1"), (".", None),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_accelerators_are_named_whether_the_summary_was_read_or_just_made(kind) -> None:
+    gpu = {"name": "NVIDIA L4", "kind": "cuda", "memory_bytes": 24 * 2**30, "free_bytes": None}
+    entries = dict(environment_entries({"hardware": {"accelerators": kind([gpu, gpu]), "memory_bytes": 2**33}}))
+    assert entries == {"accelerators": "NVIDIA L4, 24.0 GiB; NVIDIA L4, 24.0 GiB", "memory": "8.0 GiB"}
+    assert dict(environment_entries({"hardware": {"accelerators": kind()}})) == {"accelerators": "none"}

@@ -78,12 +78,20 @@ def environment_entries(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     entries: list[tuple[str, str]] = []
     if isinstance(hardware, dict):
         for key, value in hardware.items():
-            show = text.size(value) if key.endswith("_bytes") and isinstance(value, int) else text.number(value)
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else show
-            entries.append((key.removesuffix("_bytes").replace("_", " "), shown))
+            entries.append((key.removesuffix("_bytes").replace("_", " "), _shown(key, value)))
     elif hardware:
         entries.append(("hardware", str(hardware)))
     return entries + [(str(k), str(v)) for k, v in (summary.get("versions") or {}).items()]
+
+
+def _shown(key: str, value: Any) -> str:
+    if isinstance(value, list | tuple):
+        devices = (
+            f"{item.get('name')}, {text.size(item.get('memory_bytes', 0))}" if isinstance(item, Mapping) else str(item)
+            for item in value
+        )
+        return "; ".join(devices) or "none"
+    return text.size(value) if key.endswith("_bytes") and isinstance(value, int) else text.number(value)
 
 
 def _settings(value: Any) -> str:
