@@ -1,7 +1,7 @@
 # make demo      a virtual environment, the package, and a real training run of about three minutes
 # make test      lint, types and tests, in the same environment
 # make soak      the long tests: pairs of methods, kills, full disks, memory, NaN, malformed input; writes their tables
-# make bench     the ratios that we promise, checked on this machine, and the embedded bench; 40 minutes
+# make bench     the ratios that we promise, checked on this machine, and the embedded bench; 20 minutes
 # make measure   all of benchmarks/ in full, into benchmarks/results; some hours
 # make clean     removes the environment and the caches; leaves runs/ alone
 #

@@ -1,6 +1,6 @@
 """The regression check: does every ratio that we promise still hold on this machine? Writes nothing into results/.
 
-    python benchmarks/check.py                       # what `make bench` begins with: about half an hour on two cores
+    python benchmarks/check.py                       # what `make bench` begins with: about ten minutes on two cores
     python benchmarks/check.py overhead start_up     # some of them
 
 Each script runs shortened, in a process of its own, and its exit code says whether its ratios are within their bounds.

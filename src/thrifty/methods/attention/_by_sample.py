@@ -23,6 +23,7 @@ class Layout:
 
     @classmethod
     def clear(cls) -> None:
+        """What comes next is an ordinary batch."""
         cls.lengths = cls.starts = None
 
 
