@@ -27,7 +27,6 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "overhead": QUICK,
     "start_up": OUT,
     "saving": QUICK,
-    "search_speed": OUT,
     "utilisation": ("--rounds", "5", *OUT),
     "fine_tuning": QUICK,
     "time_to_loss": QUICK,

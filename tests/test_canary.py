@@ -50,6 +50,18 @@ def test_checkpointing_argument_has_a_known_name():
     assert getattr(args, next(iter(fields))) is True
 
 
+def test_models_still_say_what_stays_in_float32():
+    for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        assert hasattr(transformers.PreTrainedModel, name), f"{_hf.release()}: models have no {name}"
+    sizes = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    asked = {name for name, _ in model.named_modules() if _hf.stays_in_fp32(model, name, strict=False)}
+    assert asked == {f"{stack}.block.0.layer.{i}.DenseReluDense.wo" for stack, i in (("encoder", 1), ("decoder", 2))}
+    model._keep_in_fp32_modules_strict = {"layer.1"}
+    assert _hf.stays_in_fp32(model, "encoder.block.0.layer.1.layer_norm.weight", strict=True)
+    assert not _hf.stays_in_fp32(model, "encoder.block.0.layer.10.layer_norm.weight", strict=True)
+
+
 def test_parts_of_ddp_that_a_second_attempt_needs():
     source = inspect.getsource(torch.nn.parallel.DistributedDataParallel)
     for part in ("self.require_forward_param_sync", "self.require_backward_grad_sync", "_check_sync_bufs_pre_fwd"):

@@ -100,6 +100,12 @@ def unwrap_container(model: nn.Module) -> nn.Module:
     return extract_model_from_parallel(model, keep_fp32_wrapper=True)
 
 
+def stays_in_fp32(model: Any, name: str, *, strict: bool) -> bool:
+    """Whether the model asks that a module or parameter of this name is not made smaller; `strict`: by bf16 neither."""
+    asked = getattr(model, "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules", None) or ()
+    return any(f".{part}." in f".{name}." for part in asked)
+
+
 def forget_prepared(accelerator: Accelerator) -> None:
     """Makes accelerate forget prepared models and optimizers, but not the loaders, before others are prepared."""
     accelerator._models.clear()

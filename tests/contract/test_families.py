@@ -36,13 +36,8 @@ def model_of(family: str) -> Any:
     return build() if family == "vit" else build(dropout=0.1)
 
 
-def cells() -> list[Any]:
-    found = [(name, family) for name in registry.names() for family in families_of(name)]
-    return [pytest.param(*cell, id="-".join(cell)) for cell in found]
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize(("name", "family"), cells())
+@pytest.mark.parametrize(("name", "family"), [(n, f) for n in registry.names() for f in families_of(n)])
 def test_every_method_on_every_family(tmp_path, name, family):
     methods = [{name: dict(registry.get(name).spec.preset)}]
     try:

@@ -114,7 +114,7 @@ def kept(count: int, p: float, dtype: torch.dtype, device: torch.device) -> Tens
     """What numbers are multiplied by in dropout: 0 with probability `p`, else what keeps their mean.
 
     On a processor PyTorch's own dropout draws number by number, which takes longer than the rest of a small attention.
-    Here a word of 64 bits from its generator decides about four of them, in about a sixth of the time.
+    Here a word of 64 bits from its generator decides about four of them.
 
     Args:
         count: How many numbers.

@@ -103,15 +103,15 @@ class CompensatedLora(LoraFamily):
     def _add(self, model: nn.Module, ctx: Any) -> PeftModel:
         adapted = super()._add(model, ctx)
         layers = {name: layer.get_base_layer() for name, layer in lora_layers(adapted).items()}
-        experts = [name for name, base in layers.items() if not hasattr(base, "weight")]
-        if experts:
-            linear = sorted({name.rpartition(".")[2] for name in layers if name not in experts})
+        others = [name for name, base in layers.items() if not hasattr(base, "weight")]
+        if others:
+            linear = sorted({name.rpartition(".")[2] for name in layers if name not in others})
             raise NotApplicable(
-                f"{self.name}: decomposes the weight of a linear layer, and {experts[0].removeprefix('base_model.')} "
-                f"({type(layers[experts[0]]).__name__}) holds its experts' weights as one tensor",
+                f"{self.name}: decomposes the weight of a linear layer, and {others[0].removeprefix('base_model.')} "
+                f"({type(layers[others[0]]).__name__}) is none: the experts of a mixture are one tensor, for example",
                 key=f"methods.{self.name}.target_modules",
                 value=self.target_modules,
-                fix=f"name the layers outside of the experts: {linear}; or use lora for all",
+                fix=f"name the linear ones: {linear}; or use lora for all",
             )
         return adapted
 

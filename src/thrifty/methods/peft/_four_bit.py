@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from thrifty import _hf
 from thrifty.architecture import block_linears, find_blocks
 from thrifty.errors import NotApplicable
 
@@ -67,12 +68,11 @@ def quantise(
         The names of the layers.
     """
     library = bitsandbytes(who)
-    kept = [f".{part}." for part in getattr(model, "_keep_in_fp32_modules", None) or ()]
     names = [
         name
         for blocks in find_blocks(model)
         for name in block_linears(blocks)
-        if not any(part in f".{name}." for part in kept)
+        if not _hf.stays_in_fp32(model, name, strict=False)
     ]
     if not names:
         raise NotApplicable(f"{who}: {type(model).__name__} has no linear layers in blocks", fix="use a Transformer")

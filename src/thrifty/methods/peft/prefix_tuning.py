@@ -24,7 +24,7 @@ from peft import PeftModel, PrefixTuningConfig
 from torch import nn
 
 from thrifty.method import NotApplicable, Paper, register
-from thrifty.methods.peft._adapters import CONFLICTS, refuse_adapters, task_name
+from thrifty.methods.peft._adapters import CONFLICTS, TASK_TYPES
 from thrifty.methods.peft._prompts import VirtualTokens
 
 
@@ -75,6 +75,12 @@ class PrefixTuning(VirtualTokens):
         return {}
 
     def peft_config(self, model: nn.Module, task_type: str) -> Any:
+        if task_type == TASK_TYPES["text-classification"] and not _takes_past_keys(model):
+            raise NotApplicable(
+                f"prefix-tuning: peft gives a classifier its prefix as `past_key_values`, and {type(model).__name__} "
+                f"has no argument of that name in transformers {transformers.__version__}",
+                fix="lora, ia3 or prompt-tuning",
+            )
         return PrefixTuningConfig(
             task_type=task_type,  # type: ignore[arg-type]
             num_virtual_tokens=self.tokens,
@@ -83,13 +89,6 @@ class PrefixTuning(VirtualTokens):
         )
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> PeftModel:
-        refuse_adapters(model, self.name)
-        if task_name(model, ctx) == "text-classification" and not _takes_past_keys(model):
-            raise NotApplicable(
-                f"prefix-tuning: peft gives a classifier its prefix as `past_key_values`, and {type(model).__name__} "
-                f"has no argument of that name in transformers {transformers.__version__}",
-                fix="lora, ia3 or prompt-tuning",
-            )
         prefixed = super().prepare_model(model, ctx)
         prefixed.traced_whole = True  # type: ignore[assignment]  # one tensor holds the prefixes of all layers
         if self.projection:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from thrifty import _hf
 from thrifty.errors import NotApplicable
 from thrifty.method import Method, Paper, register
 
@@ -36,10 +37,9 @@ def to_bf16(model: nn.Module) -> int:
     Returns:
         How many parameter tensors were cast.
     """
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     count = 0
     for name, p in model.named_parameters():
-        if p.dtype in (torch.float32, torch.float16) and not any(part in name.split(".") for part in kept):
+        if p.dtype in (torch.float32, torch.float16) and not _hf.stays_in_fp32(model, name, strict=True):
             p.data = p.data.to(torch.bfloat16)
             count += 1
     if hasattr(model, "config"):
