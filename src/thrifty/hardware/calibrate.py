@@ -153,8 +153,12 @@ class _Clock:
         return max(self.typical(run) - self._call, 1e-9)
 
     def learn_call(self, run: Callable[[], Any]) -> None:
-        """What calling costs: the time of a kernel with nothing to do."""
-        self._call = self.typical(run)
+        """What calling costs: the time of a kernel with nothing to do.
+
+        The least of several tries: it is taken off every kernel, so that one try in a bad moment would leave kernels
+        that take no time at all.
+        """
+        self._call = min(self.typical(run) for _ in range(10))
 
     def typical(self, run: Callable[[], Any], least: int = 3) -> float:
         """Seconds of one call: the median over repeats, each long enough for the clock."""
