@@ -1,14 +1,16 @@
-"""Hand-written normalisations and rotations.
+"""Hand-written normalisations, rotations and plain attention.
 
-What it does: computes RMS normalisations and rotary embeddings, and their backward passes, in as few passes over memory
-as plain PyTorch operations allow. As transformers writes them, a normalisation takes six operations and its backward
-pass a dozen, and a rotation copies and negates halves; in half precision both also cast to float32 and back.
+What it does: computes RMS normalisations, rotary embeddings and attention by matrix products, and their backward
+passes, in as few passes over memory as plain PyTorch operations allow. As transformers writes them, a normalisation
+takes six operations and its backward pass a dozen, and a rotation copies and negates halves; in half precision they and
+the scores of `attention: eager` are also cast to float32 and back.
 
 Helps: CPUs and other devices without Triton, where such operations take a large share of a small model's step. Fewer
 tensors are kept for the backward pass.
 Does not help: compiled models, or GPUs with Liger's kernels: both fuse the same operations into one.
-Limits: normalisations and rotations that compute what Llama's do; each is tried out before it is replaced. In half
-precision, sums are made in float32 and products are rounded, so that the last bits differ.
+Limits: what computes the same as Llama's; each is tried out before it is replaced. SDPA and flash attention have
+kernels of their own and are left alone, and so is attention with dropout. In half precision, sums are made in float32
+and products are rounded, so that the last bits differ.
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Su et al., "RoFormer", 2021.
 """
 
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.method import Method, NotApplicable, Paper, register
+from thrifty.methods.compilation._lean_attention import PLAIN, lean_attention
 
 ROTATION = "apply_rotary_pos_emb"
 ROTATION_ARGUMENTS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
@@ -118,7 +121,7 @@ def use_lean_kernels(model: nn.Module) -> tuple[int, int]:
             module.forward = types.MethodType(_norm_forward, module)
             norms += 1
         elif (plain := _rotating_forward(module)) is not None:
-            module.forward = types.MethodType(_with_rotation(plain), module)
+            module.forward = types.MethodType(_with_lean_parts(plain), module)
             attentions += 1
     return norms, attentions
 
@@ -167,9 +170,12 @@ def _rotating_forward(module: nn.Module) -> Callable[..., Any] | None:
         return plain if all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) else None
 
 
-def _with_rotation(plain: Any) -> Callable[..., Any]:
-    """The same function, but for the name by which it finds the rotation."""
+def _with_lean_parts(plain: Any) -> Any:
+    """The same function, but for the names by which it finds the rotation and, where it has one, plain attention."""
     names = {**plain.__globals__, ROTATION: rotate}
+    attention = lean_attention(names[PLAIN]) if PLAIN in plain.__code__.co_names and PLAIN in names else None
+    if attention is not None:
+        names[PLAIN] = attention
     made = types.FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
     made.__kwdefaults__ = plain.__kwdefaults__
     return made
@@ -177,7 +183,7 @@ def _with_rotation(plain: Any) -> Callable[..., Any]:
 
 @register(
     "lean-kernels",
-    title="Hand-written normalisations and rotations",
+    title="Hand-written normalisations, rotations and plain attention",
     section="compilation",
     sources=[Paper("Zhang and Sennrich", 2019, "arXiv:1910.07467"), Paper("Su et al.", 2021, "arXiv:2104.09864")],
     exact=True,
@@ -185,7 +191,7 @@ def _with_rotation(plain: Any) -> Callable[..., Any]:
 )
 @dataclass(kw_only=True)
 class LeanKernels(Method):
-    """Fewer passes over memory for normalisations and rotary embeddings."""
+    """Fewer passes over memory for normalisations, rotary embeddings and plain attention."""
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
         norms, attentions = use_lean_kernels(model)
