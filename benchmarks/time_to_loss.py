@@ -3,11 +3,12 @@
     python benchmarks/time_to_loss.py              # three seeds; writes benchmarks/results/time-to-loss.json
     python benchmarks/time_to_loss.py --quick      # one seed, about a quarter of the steps: a check of the ratio alone
 
-Both sides train the same model class in the same shape, on the same characters, on as many threads, eager.
+Both sides train a Llama of as many parameters on the same characters, on as many threads, eager. Its shape is part of
+a recipe: the baseline has nanoGPT's (4 layers, 4 heads, width 128), `pretrain-small` its own.
 
-- *Baseline*: 4 layers, 4 heads, width 128, context 64, batch 12, 2,000 steps, fused AdamW with 1e-3 falling to 1e-4 by
-  a cosine after 100 steps, beta2 0.99, decay 0.1, gradients clipped at 1.0, weights drawn as there, random windows of
-  the text. It is evaluated eight times; its lowest validation loss is the target, and the time until there is its time.
+- *Baseline*: that shape, context 64, batch 12, 2,000 steps, fused AdamW with 1e-3 falling to 1e-4 by a cosine after 100
+  steps, beta2 0.99, decay 0.1, gradients clipped at 1.0, weights drawn as there, random windows of the text. It is
+  evaluated eight times; its lowest validation loss is the target, and the time until there is its time.
 - *thrifty*: `thrifty train` with the recipe, in this process: the time from the beginning of training to its end, with
   every callback, guard and method. It counts when the model that it leaves is at the target or below.
 - *Evaluator*: one function for both, over 1,000 windows of 64 characters, spread over the validation text. Its time
@@ -60,6 +61,13 @@ BURST = 50
 """Steps of the baseline at a time: both sides run in turns, so that a busy machine is as busy for both."""
 
 
+SHAPE = {
+    "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 344,
+}  # fmt: skip
+"""Of the baseline's model: nanoGPT's, whose MLP without a gate has as many parameters at 512."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Bare:
     """nanoGPT's settings for a CPU (config/train_shakespeare_char.py and the flags that its README gives for it)."""
@@ -88,7 +96,8 @@ class Workload:
     """What both sides share."""
 
     config: RunConfig
-    model_config: Any
+    baseline_model: Any
+    """Configuration of the baseline's model: the recipe's, in nanoGPT's shape."""
     train: Tensor
     """The training text as one row of token ids."""
     windows: Tensor
@@ -104,7 +113,8 @@ def workload(config: RunConfig, context: int) -> Workload:
     count = (len(held) - 1) // context
     spread = [i * count // WINDOWS for i in range(WINDOWS)] if count > WINDOWS else range(count)
     windows = torch.stack([held[i * context : (i + 1) * context + 1] for i in spread])
-    return Workload(config, loaded.model.config, train, windows)
+    shape = transformers.AutoConfig.for_model(**{**loaded.model.config.to_dict(), **SHAPE, "head_dim": None})
+    return Workload(config, shape, train, windows)
 
 
 def stream(dataset: Any) -> Tensor:
@@ -156,7 +166,7 @@ def bare_loop(shared: Workload, recipe: Bare, seed: int) -> Iterator[None]:
     A generator: it pauses, its clock stopped, after every `BURST` steps, and returns what it found.
     """
     with seeded(seed):
-        model = transformers.AutoModelForCausalLM.from_config(shared.model_config, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(shared.baseline_model, attn_implementation="sdpa")
         draw_as_nanogpt(model)
     model.train()
     decayed = [p for p in model.parameters() if p.ndim == 2]
@@ -305,6 +315,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "what": "time to the baseline's lowest validation loss, from scratch",
         **circumstances(torch.get_num_threads()),
         "baseline_recipe": dataclasses.asdict(recipe),
+        "baseline_shape": SHAPE,
         "recipe": {**yaml_text.read_mapping(RECIPE)},
         "overrides": options.overrides,
         "validation_tokens": shared.windows[:, 1:].numel(),
@@ -356,6 +367,10 @@ def main() -> int:
         f"({', '.join(f'{ratio:.3f}' for ratio in ours['ratios'])}; processor time {ours['cpu_ratio']:.3f}); "
         f"limit {options.limit}"
     )
+    sizes = {side: runs[0]["parameters"] for side, runs in result["runs"].items()}
+    if sizes["thrifty"] > 1.001 * sizes["baseline"]:
+        print(f"not comparable: the recipe's model is larger, {sizes['thrifty']:,} to {sizes['baseline']:,} parameters")
+        return 1
     return 0 if all(ours["reached"]) and ours["ratio"] <= options.limit else 1
 
 
