@@ -3,10 +3,11 @@
     python benchmarks/utilisation.py            # writes benchmarks/results/utilisation.json
     python benchmarks/utilisation.py --quick    # a small model; the exit code says whether the plan is not slower
 
-A Llama of 50 M parameters in fp32. *bare* is a PyTorch loop with fused AdamW, clipping and SDPA attention, as the
+A Llama of 50 M parameters. *bare* is a PyTorch loop in fp32 with fused AdamW, clipping and SDPA attention, as the
 library gives it. *planned* is what `plan: auto` chooses for this machine without leave to change the mathematics;
-*compiled* adds `compile` to that, whose first steps (compilation) are not counted but listed. They take turns, a burst
-each, in another order each round. The rate of a matrix product of the model's own shape is measured beside every burst;
+*compiled* adds `compile` to that, whose first steps (compilation) are not counted but listed; *planned with bf16* is
+what is chosen where bf16 is allowed, on a processor that has units for it. They take turns, a burst each, in another
+order each round. The rate of a matrix product of the model's own shape is measured beside every burst;
 the share is the model's operations (six for each parameter outside the embeddings and each token) over that rate.
 """
 
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, default_data_collator
 
 import thrifty
+from thrifty.hardware.calibrate import calibrate
+from thrifty.hardware.detect import detect
 
 GOAL = 1.1
 WARM_UP = 1
@@ -51,8 +55,8 @@ def config_of(size: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def planned(size: dict[str, int]) -> tuple[list[Any], int, list[str]]:
-    """Methods and micro-batch that `plan: auto` chooses, and what it says."""
+def planned(size: dict[str, int], allow: Sequence[str] = ()) -> tuple[list[Any], int, list[str]]:
+    """Methods and micro-batch that `plan: auto` chooses with this leave, and what it says."""
     from thrifty.config.run_config import parse_config
     from thrifty.planner.plan import plan
     from thrifty.planner.workload import workload_from_run
@@ -67,7 +71,7 @@ def planned(size: dict[str, int]) -> tuple[list[Any], int, list[str]]:
             "optim": "adamw_torch_fused",
         }
     )
-    found = plan(workload_from_run(run), device="cpu", global_batch=size["batch"])
+    found = plan(workload_from_run(run), device="cpu", global_batch=size["batch"], allow=allow)
     keys = found.run_keys()
     return keys["methods"], int(keys["per_device_train_batch_size"]), list(found.explanation)
 
@@ -178,10 +182,15 @@ def per_step(stamps: list[float]) -> tuple[float, float]:
 def measure(size: dict[str, int], rounds: int, compiled: bool) -> dict[str, Any]:
     """Bursts in turn, and the shares."""
     methods, micro_batch, explanation = planned(size)
+    chosen: dict[str, Any] = {"planned": methods, "micro_batch": micro_batch}
     bare = Bare(size)
     arms: dict[str, Arm] = {"bare": bare, "planned": Trained(size, methods, micro_batch)}
     if compiled:
         arms["compiled"] = Trained(size, [*methods, "compile"], micro_batch)
+        if detect(use_cpu=True).bf16:
+            halved, micro, more = planned(size, ["bf16"])
+            arms["planned with bf16"] = Trained(size, halved, micro)
+            chosen["planned with bf16"], explanation = halved, [*explanation, *more]
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     first: dict[str, list[float]] = {name: [] for name in arms}
     rates = []
@@ -202,7 +211,7 @@ def measure(size: dict[str, int], rounds: int, compiled: bool) -> dict[str, Any]
         "size": size,
         "parameters": parameters,
         "rounds": rounds,
-        "methods": {"planned": methods, "micro_batch": micro_batch},
+        "methods": chosen,
         "explanation": explanation,
         "step_seconds": median,
         "all_seconds": seconds,
@@ -227,7 +236,11 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    found = measure(SMALL if args.quick else FULL, args.rounds, not args.quick and not args.no_compile)
+    with tempfile.TemporaryDirectory() as folder:
+        if not args.quick:  # what is planned rests on what this machine can do, and not on a data sheet
+            os.environ["THRIFTY_CACHE"] = folder
+            calibrate("cpu")
+        found = measure(SMALL if args.quick else FULL, args.rounds, not args.quick and not args.no_compile)
     for name, speed in found["speed_over_bare"].items():
         share = found["share_of_gemm_rate"][name]
         print(f"{name}: x{speed:.3f} of the bare loop's speed, {share:.1%} of the rate of matrix products")
@@ -236,7 +249,7 @@ def main() -> int:
     if not args.quick:
         from thrifty.bench.result import circumstances
 
-        what = "speed and utilisation of a bare eager loop and of what is planned, in fp32 on a processor"
+        what = "speed and utilisation of a bare eager loop and of what is planned, on a processor"
         result = {"what": what, **circumstances(args.threads), "clock": "processor time", "goal": GOAL, **found}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**result, "good": good}, indent=1) + "\n")

@@ -191,8 +191,8 @@ def time_to_loss(result: dict[str, Any]) -> list[str]:
     lines = [
         "## Time to a loss, from scratch", "",
         f"The recipe `pretrain-small` against nanoGPT's recipe for a CPU ({bare['steps']:,} steps of {bare['batch']} x "
-        f"{bare['context']} characters, AdamW at {bare['lr']:g}) in a bare loop, on the same text. The baseline's model is "
-        f"nanoGPT's in shape ({shapes[0]}), the recipe's has its own ({shapes[1]}). The baseline's time is that to its "
+        f"{bare['context']} characters, AdamW at {bare['lr']:g}) in a bare loop, on the same text. The baseline's model "
+        f"is nanoGPT's in shape ({shapes[0]}), the recipe's has its own ({shapes[1]}). The baseline's time is that to its "
         "lowest validation loss; thrifty's is its whole training, with all that the Trainer and the guards do. Median "
         f"share of the baseline's time: {ours['ratio']:.3f} (of its processor time: {ours['cpu_ratio']:.3f}).", "",
         "| seed | side | validation loss | steps | tokens | seconds | of processor | share of the baseline's |",
@@ -264,11 +264,14 @@ def saving(result: dict[str, Any]) -> list[str]:
 
 def utilisation(result: dict[str, Any]) -> list[str]:
     """Speed and share of the processor's rate."""
+    methods = {name: what for name, what in result["methods"].items() if name != "micro_batch"}
+    chosen = "; ".join(f"{name}: {', '.join(map(str, what)) or 'none'}" for name, what in methods.items())
     lines = [
         "## Utilisation of a processor", "",
-        f"A Llama of {result['parameters'] / 1e6:.0f} M parameters in fp32, {result['size']['batch']} x "
-        f"{result['size']['length']} tokens a step. Matrix products of its shape run at "
-        f"{result['gemm_flops_per_second'] / 1e9:.0f} GFLOP/s. Planned: {result['methods']['planned'] or 'nothing'}.",
+        f"A Llama of {result['parameters'] / 1e6:.0f} M parameters in fp32 (but where it says bf16), "
+        f"{result['size']['batch']} x {result['size']['length']} tokens a step. Matrix products of its shape run at "
+        f"{result['gemm_flops_per_second'] / 1e9:.0f} GFLOP/s in fp32. Methods chosen: "
+        f"{chosen}.",
         "",
         "| configuration | step | speed over the bare loop | share of the products' rate |", "|---|---|---|---|",
     ]  # fmt: skip
