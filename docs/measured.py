@@ -191,10 +191,11 @@ def time_to_loss(result: dict[str, Any]) -> list[str]:
     lines = [
         "## Time to a loss, from scratch", "",
         f"The recipe `pretrain-small` against nanoGPT's recipe for a CPU ({bare['steps']:,} steps of {bare['batch']} x "
-        f"{bare['context']} characters, AdamW at {bare['lr']:g}) in a bare loop, on the same text. The baseline's model "
-        f"is nanoGPT's in shape ({shapes[0]}), the recipe's has its own ({shapes[1]}). The baseline's time is that to its "
-        "lowest validation loss; thrifty's is its whole training, with all that the Trainer and the guards do. Median "
-        f"share of the baseline's time: {ours['ratio']:.3f} (of its processor time: {ours['cpu_ratio']:.3f}).", "",
+        f"{bare['context']} characters, AdamW at {bare['lr']:g}) in a bare loop, on the same text. The baseline's "
+        f"model is nanoGPT's in shape ({shapes[0]}), the recipe's has its own ({shapes[1]}). The baseline's time is "
+        "that to its lowest validation loss; thrifty's is its whole training, with all that the Trainer and the guards "
+        f"do. Median share of the baseline's time: {ours['ratio']:.3f} (of its processor time: "
+        f"{ours['cpu_ratio']:.3f}).", "",
         "| seed | side | validation loss | steps | tokens | seconds | of processor | share of the baseline's |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
