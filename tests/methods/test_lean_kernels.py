@@ -78,11 +78,14 @@ def test_attention_computes_what_transformers_does(dtype: torch.dtype, autocast:
         torch.testing.assert_close(ours, theirs, **tolerance)
 
 
-def test_attention_with_dropout_is_theirs() -> None:
+def test_attention_with_dropout_or_a_learnt_mask_is_theirs() -> None:
     lean = lean_attention(eager_attention_forward)
     assert lean is not None
     module = types.SimpleNamespace(num_key_value_groups=1, training=True)
-    q = torch.randn(1, 2, 5, 8)
+    q, bias = torch.randn(1, 2, 5, 8), torch.zeros(1, 1, 5, 5, requires_grad=True)
+    lean(module, q, q, q, bias, 0.3)[0].square().sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.abs().sum() > 0
     with seeded(0):
         theirs = eager_attention_forward(module, q, q, q, None, 0.3, 0.5)
     with seeded(0):

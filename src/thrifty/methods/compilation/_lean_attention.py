@@ -89,7 +89,8 @@ def lean_attention(plain: Callable[..., Any]) -> Callable[..., Any] | None:
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        if dropout:
+        learnt = attention_mask is not None and attention_mask.requires_grad  # a bias of positions, say
+        if dropout or learnt:
             return plain(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
         groups = module.num_key_value_groups
         out, weights = attend(query, repeat_kv(key, groups), repeat_kv(value, groups), attention_mask, scaling)
