@@ -155,5 +155,8 @@ def test_a_llama_trains_as_before_and_keeps_less() -> None:
 def test_only_what_computes_the_same_is_replaced() -> None:
     assert use_lean_kernels(torch.nn.Sequential(LlamaRMSNorm(8), torch.nn.RMSNorm(8))) == (1, 0)
     assert use_lean_kernels(torch.nn.Sequential(GemmaRMSNorm(8))) == (0, 0)  # its gain is 1 + weight
-    with pytest.raises(NotApplicable, match="neither RMS"):
-        LeanKernels().prepare_model(tiny.gpt2(), None)
+    for kind, why in (("cpu", "no dropout"), ("cuda", "a kernel of its own")):
+        with pytest.raises(NotApplicable, match=f"neither RMS.*{why}"):
+            LeanKernels().prepare_model(
+                tiny.gpt2(dropout=0.1 if kind == "cuda" else 0.0), types.SimpleNamespace(device_kind=kind)
+            )

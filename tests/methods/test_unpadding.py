@@ -10,7 +10,8 @@ from torch import nn
 
 import tiny
 from thrifty import NotApplicable
-from thrifty.methods.attention._by_sample import Layout, attention_by_sample, kept
+from thrifty.methods._dropout import kept
+from thrifty.methods.attention._by_sample import Layout, attention_by_sample
 from thrifty.methods.attention.unpadding import Unpadded, join
 
 FAMILIES = {"llama": tiny.llama, "gpt2": tiny.gpt2, "bert": tiny.bert, "classifier": tiny.bert_classifier}
@@ -167,23 +168,6 @@ def test_refuses_a_classifier_that_reads_more(tmp_path):
         tiny.trainer(tmp_path, ["unpadding"], model)
     with pytest.raises(NotApplicable, match="position_ids"):
         Unpadded(tiny.t5())
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999])
-def test_dropout_drops_what_it_should_and_keeps_the_mean(p):
-    torch.manual_seed(0)
-    count = 200_001
-    factors = kept(count, p, torch.float64, torch.device("cpu"))
-    dropped = (factors == 0).double().mean().item()
-    assert factors.shape == (count,)
-    assert dropped == pytest.approx(p, abs=5 * (p * (1 - p) / count) ** 0.5 + 2**-16)
-    assert set(factors.unique().tolist()) <= {0.0, 2**16 / (2**16 - round(p * 2**16))}
-    # Four numbers come from one word of the generator: no two of them may go together.
-    signs = factors[: count - 1].view(-1, 4).sign()
-    if 0 < p < 0.9:
-        assert (torch.corrcoef(signs.T) - torch.eye(4)).abs().max() < 0.03
-    torch.manual_seed(0)
-    assert torch.equal(kept(count, p, torch.float64, torch.device("cpu")), factors)
 
 
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 2)])

@@ -11,6 +11,8 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from thrifty.methods._dropout import kept
+
 
 class Layout:
     """Tokens of the samples that lie end to end in the batch at hand; None for an ordinary batch.
@@ -108,25 +110,6 @@ def _with_dropout(
             scores = scores.masked_fill(~allowed, float("-inf"))
         parts.append(torch.bmm(scores.softmax(dim=-1) * factor.view_as(scores), v)[None])
     return parts
-
-
-def kept(count: int, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What numbers are multiplied by in dropout: 0 with probability `p`, else what keeps their mean.
-
-    On a processor PyTorch's own dropout draws number by number, which takes longer than the rest of a small attention.
-    Here a word of 64 bits from its generator decides about four of them.
-
-    Args:
-        count: How many numbers.
-        p: Rounded to a multiple of 2**-16.
-        dtype: Of the result, of shape (count,).
-        device: Of the result.
-    """
-    words = torch.empty(-(-count // 4), dtype=torch.int64, device=device).random_(-(2**63), None)
-    dropped = min(round(p * 2**16), 2**16 - 1)
-    # In place, the comparison leaves ones and zeros of 16 bits: several times as fast as one that makes booleans.
-    keep = words.view(torch.int16)[:count].ge_(dropped - 2**15)
-    return keep.to(dtype).mul_(2**16 / (2**16 - dropped))
 
 
 def _window(query: Tensor, window: int | None) -> Tensor | None:

@@ -10,8 +10,8 @@ Does not help: samples of equal length. Each sample is an attention kernel of it
 very short samples may be faster padded.
 Limits: models that take `position_ids` and attend through transformers' interface (Llama, Qwen, Mistral, GPT-2, BERT
 and many more); classifiers with the layers of BERT. Checked on real samples before training: the logits must be those
-of the padded batch, else the method refuses. Padding on the right. Dropout draws other numbers; on a processor, that of
-the attention weights draws 16 bits for each.
+of the padded batch, else the method refuses. Padding on the right. Dropout draws other numbers, and on a processor 16 bits
+for each.
 Source: Zeng et al., "ByteTransformer: A High-Performance Transformer Boosted for Variable-Length Inputs", 2022; Krell
 et al., "Efficient Sequence Packing without Cross-contamination", 2021.
 Library: torch's scaled_dot_product_attention, through transformers' attention interface.
@@ -31,6 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from thrifty.method import Batch, Method, NotApplicable, Paper, register
+from thrifty.methods._dropout import use_lean_dropout
 from thrifty.methods.attention._by_sample import Layout, attention_by_sample, no_mask
 from thrifty.remote_code import auto_class_name
 
@@ -263,6 +264,8 @@ class Unpadding(Method):
     _computes_loss: bool = field(default=False, init=False, repr=False)
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
+        if ctx.device_kind == "cpu":
+            use_lean_dropout(model)
         if ctx.planning or ctx.data is None or ctx.data.train_dataset is None:
             return model
         self._hang(model.to(ctx.device), ctx)
@@ -279,6 +282,8 @@ class Unpadding(Method):
             self.unpadded.listen(ctx.model)  # others may have put adapters around it
         else:
             self._hang(ctx.model, ctx)  # or another model in its place
+            if ctx.device_kind == "cpu":
+                use_lean_dropout(ctx.model)
 
     def wrap_loss(self, compute_loss: Callable[..., Any], ctx: Any) -> Callable[..., Any]:
         def joined(*args: Any, **kwargs: Any) -> Any:

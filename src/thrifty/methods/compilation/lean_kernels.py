@@ -1,16 +1,17 @@
-"""Hand-written normalisations, rotations and plain attention.
+"""Hand-written normalisations, rotations, plain attention and dropout.
 
 What it does: computes RMS normalisations, rotary embeddings and attention by matrix products, and their backward
 passes, in as few passes over memory as plain PyTorch operations allow. As transformers writes them, a normalisation
 takes six operations and its backward pass a dozen, and a rotation copies and negates halves; in half precision they and
-the scores of `attention: eager` are also cast to float32 and back.
+the scores of `attention: eager` are also cast to float32 and back. On a processor it also draws the numbers of dropout
+four at a time, where PyTorch's own dropout draws them one by one.
 
 Helps: CPUs and other devices without Triton, where such operations take a large share of a small model's step. Fewer
 tensors are kept for the backward pass.
 Does not help: compiled models, or GPUs with Liger's kernels: both fuse the same operations into one.
 Limits: what computes the same as Llama's; each is tried out before it is replaced. SDPA and flash attention have
 kernels of their own and are left alone, and so is attention with dropout. In half precision, sums are made in float32
-and products are rounded, so that the last bits differ.
+and products are rounded, so that the last bits differ. Dropout drops other numbers than PyTorch's would.
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Su et al., "RoFormer", 2021.
 """
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.method import Method, NotApplicable, Paper, register
+from thrifty.methods._dropout import use_lean_dropout
 from thrifty.methods.compilation._lean_attention import PLAIN, lean_attention
 
 ROTATION = "apply_rotary_pos_emb"
@@ -183,7 +185,7 @@ def _with_lean_parts(plain: Any) -> Any:
 
 @register(
     "lean-kernels",
-    title="Hand-written normalisations, rotations and plain attention",
+    title="Hand-written normalisations, rotations, plain attention and dropout",
     section="compilation",
     sources=[Paper("Zhang and Sennrich", 2019, "arXiv:1910.07467"), Paper("Su et al.", 2021, "arXiv:2104.09864")],
     exact=True,
@@ -191,13 +193,15 @@ def _with_lean_parts(plain: Any) -> Any:
 )
 @dataclass(kw_only=True)
 class LeanKernels(Method):
-    """Fewer passes over memory for normalisations, rotary embeddings and plain attention."""
+    """Fewer passes over memory for normalisations, rotary embeddings, plain attention and, on a processor, dropout."""
 
     def prepare_model(self, model: nn.Module, ctx: Any) -> nn.Module:
         norms, attentions = use_lean_kernels(model)
-        if not norms + attentions:
+        dropouts = use_lean_dropout(model) if ctx.device_kind == "cpu" else 0
+        if not norms + attentions + dropouts:
             raise NotApplicable(
-                f"lean-kernels: {type(model).__name__} has neither RMS normalisations nor rotations as Llama's",
+                f"lean-kernels: {type(model).__name__} has neither RMS normalisations nor rotations as Llama's, "
+                f"and {'no dropout' if ctx.device_kind == 'cpu' else 'dropout has a kernel of its own here'}",
                 fix="remove lean-kernels from the methods",
             )
         return model
