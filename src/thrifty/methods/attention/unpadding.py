@@ -10,8 +10,8 @@ Does not help: samples of equal length. Each sample is an attention kernel of it
 very short samples may be faster padded.
 Limits: models that take `position_ids` and attend through transformers' interface (Llama, Qwen, Mistral, GPT-2, BERT
 and many more); classifiers with the layers of BERT. Checked on real samples before training: the logits must be those
-of the padded batch, else the method refuses. Padding on the right. Dropout draws other numbers, and on a processor 16 bits
-for each.
+of the padded batch, else the method refuses. Padding on the right. Dropout draws other numbers, and on a processor
+16 bits for each.
 Source: Zeng et al., "ByteTransformer: A High-Performance Transformer Boosted for Variable-Length Inputs", 2022; Krell
 et al., "Efficient Sequence Packing without Cross-contamination", 2021.
 Library: torch's scaled_dot_product_attention, through transformers' attention interface.
